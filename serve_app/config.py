@@ -1,0 +1,184 @@
+"""One frozen configuration tree: defaults < YAML file < environment < builder arguments. Unknown keys are errors.
+
+Environment: `DDTREE_CONFIG=/path/to.yaml`, and one variable per key, `DDTREE_` plus the dotted path with `__`
+between levels: `DDTREE_MODEL__SOURCE=/models/x`, `DDTREE_SPECULATION__BUDGET=32`. Values are YAML scalars.
+
+This module reads files and the environment and nothing else; "auto" values are resolved by who owns the fact
+(the engine knows its device), not here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from serve_app.errors import ConfigError
+
+ENV_PREFIX = "DDTREE_"
+ENV_FILE = "DDTREE_CONFIG"
+# Read elsewhere, before any configuration exists; not keys of the tree.
+ENV_OTHERS = frozenset({ENV_FILE, "DDTREE_CACHE"})
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Frozen):
+    """Which model is served, under which name.
+
+    `source` is a known name (`python -m serve_app.models list`), a local directory, or a Hugging Face id.
+    `drafter` likewise: "auto" takes the shipped drafter made for the source if there is one, null drafts nothing.
+    """
+
+    id: str = Field("smollm2-135m", min_length=1, max_length=200, pattern=r"^[^\s?#]+$")
+    source: str = Field("smollm2-135m", min_length=1)
+    drafter: str | None = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    context_length: int | None = Field(None, ge=16)
+
+
+class SpeculationConfig(_Frozen):
+    """How drafts are made. `method`: `ddtree` verifies a draft tree, `chain` the drafter's argmax block, `none`
+    one token a step. `budget`: tree nodes without the root, "auto" for what measured best on the device."""
+
+    method: Literal["ddtree", "chain", "none"] = "ddtree"
+    budget: int | Literal["auto"] = "auto"
+    top_k: int = Field(8, ge=1, le=64)
+    spine_first: bool = True
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_in_range(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 0 <= value <= 512:
+            raise ValueError("must be from 0 to 512, or auto")
+        return value
+
+
+class EngineConfig(_Frozen):
+    """`kind`: `local` is the embedded engine. `max_running`: KV slots, the largest batch. `max_queued`: requests that
+    may wait for a slot before new ones are refused. `prefill_chunk`: prompt tokens per step. `threads`: CPU threads."""
+
+    kind: Literal["local"] = "local"
+    max_running: int = Field(8, ge=1, le=256)
+    max_queued: int = Field(256, ge=0)
+    prefill_chunk: int = Field(512, ge=16)
+    threads: int | Literal["auto"] = "auto"
+    cuda_graphs: bool = True
+
+
+class ReplicaConfig(_Frozen):
+    """The deployment that owns an engine. Seconds throughout."""
+
+    num_replicas: int = Field(1, ge=1, le=1024)
+    num_cpus: float = Field(1, ge=0)
+    num_gpus: float = Field(0, ge=0)
+    max_ongoing_requests: int = Field(512, ge=1)
+    health_check_period_s: float = Field(10, gt=0)
+    health_check_timeout_s: float = Field(30, gt=0)
+    graceful_shutdown_timeout_s: float = Field(30, ge=0)
+    max_constructor_retry_count: int = Field(3, ge=1)
+
+
+class IngressConfig(_Frozen):
+    """HTTP limits; a request over one is refused with the field's name."""
+
+    num_replicas: int = Field(1, ge=1)
+    max_ongoing_requests: int = Field(1024, ge=1)
+    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    max_messages: int = Field(2048, ge=1)
+    max_choices: int = Field(16, ge=1)
+    max_prompts: int = Field(64, ge=1)
+    request_timeout_s: float = Field(600, gt=0)
+    ready_max_age_s: float = Field(30, gt=0)
+
+
+class MetricsConfig(_Frozen):
+    """Each process exports on its own port: 0 picks a free one. `host` is the address it binds; "auto" is the node's."""
+
+    port: int = Field(0, ge=0, le=65535)
+    host: str = "auto"
+    heartbeat_s: float = Field(2, gt=0)
+
+
+class Config(_Frozen):
+    """The whole tree."""
+
+    model: ModelConfig = ModelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    engine: EngineConfig = EngineConfig()
+    replica: ReplicaConfig = ReplicaConfig()
+    ingress: IngressConfig = IngressConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _speculation_needs_drafter(self) -> Config:
+        if self.model.drafter is None and self.speculation.method == "chain":
+            raise ValueError("speculation.method chain needs model.drafter")
+        return self
+
+
+def load_config(
+    args: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, *, use_env: bool = True
+) -> Config:
+    """Build the tree from a YAML file, the environment and builder arguments, later ones winning.
+
+    Raises:
+        ConfigError: `param` is the dotted path of the first wrong key; the message lists every one.
+    """
+    env = dict(os.environ if env is None else env) if use_env or env is not None else {}
+    tree: dict[str, Any] = {}
+    path = env.get(ENV_FILE)
+    if path:
+        _merge(tree, _read_yaml(Path(path)))
+    _merge(tree, _from_env(env))
+    _merge(tree, dict(args or {}))
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [(".".join(str(p) for p in e["loc"]), e["msg"]) for e in error.errors()]
+        text = "; ".join(f"{where or 'config'}: {what}" for where, what in problems)
+        raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error}", param=ENV_FILE) from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration file {path} must hold a mapping", param=ENV_FILE)
+    return data
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, text in env.items():
+        if not name.startswith(ENV_PREFIX) or name in ENV_OTHERS:
+            continue
+        keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"environment variable {name} is not a YAML value", param=name) from None
+        node: dict[str, Any] = {keys[-1]: value}
+        for key in reversed(keys[:-1]):
+            node = {key: node}
+        _merge(tree, node)
+    return tree
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,168 @@
+"""The seam between serving and generation.
+
+An engine is started once, then takes any number of concurrent requests. It renders the chat template itself,
+because engines that bring their own OpenAI layer (SGLang) must be able to use it.
+
+What this module does not do: HTTP, Ray, OpenAI wire shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Defaults are OpenAI's; every value is already validated.
+
+    Attributes:
+        max_tokens: tokens to generate at most, None for "until the context is full".
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: applied to the target's distribution in the order temperature → top_k → top_p →
+            min_p; `top_k` 0 is off.
+        seed: the same seed and prompt give the same text, whatever else runs; None draws one.
+        repetition_penalty: 1 is off; applies to prompt and generated tokens. presence/frequency_penalty: 0 is
+            off; apply to generated tokens.
+        logit_bias: token id → value added to the logit.
+        stop: strings that end the text and are not part of it. stop_token_ids: likewise, as tokens.
+        ignore_eos: keep generating past the model's end tokens. min_tokens: end tokens and stops before this
+            many tokens are not sampled.
+        logprobs: None for none; otherwise how many alternatives to return beside each token's own
+            log-probability (0 to 20). They are the target's own, before temperature, penalties and bias.
+        n: independent choices for the prompt.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt, as text, as token ids, or as chat messages (exactly one of them is given).
+
+    `messages` and `tools` are plain OpenAI dictionaries; the engine renders its chat template.
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural log) of one emitted token and of its best alternatives."""
+
+    token_id: int
+    token: str
+    bytes: tuple[int, ...]
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """`completion_tokens` counts every emitted token, the one that ended the text included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step committed for one choice.
+
+    Attributes:
+        index: which of the request's `n` choices.
+        token_ids: every token committed by the step (several under speculation), trimmed at a stop.
+        text: their text, only whole characters, never a prefix of a stop string that may still complete; so it
+            can lag behind `token_ids` and be empty.
+        logprobs: one entry per token id, when asked for.
+        finish_reason: set on the choice's last chunk. stop_reason: the stop string or token id that ended it.
+        usage: on the choice's last chunk.
+        delta: engine-parsed OpenAI delta fields (`reasoning_content`, `tool_calls`) when the engine has parsers.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    delta: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for routing and admission; all numbers are of this moment."""
+
+    running: int
+    queued: int
+    slots: int
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
+    last_token_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What `/v1/models` and validation need to know. `max_model_len` is in tokens, prompt and answer together."""
+
+    id: str
+    max_model_len: int
+    vocab_size: int
+    created: int
+    owned_by: str = "ddtree-serve"
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Errors of `serve_app.errors` are raised; anything else is a fault of the engine."""
+
+    async def start(self) -> None:
+        """Load, warm up, and return when tokens can be generated. Raises ModelFetchError or ConfigError."""
+
+    def submit(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Generate. The first `__anext__` raises InvalidRequest, ContextLengthExceeded, Unsupported or Overloaded
+        when the request is refused. Closing the iterator, or cancelling the task that reads it, aborts."""
+
+    async def abort(self, request_id: str) -> bool:
+        """Stop a request and free its slots; True if it was there. Its iterator ends with finish_reason "abort"."""
+
+    async def health(self) -> None:
+        """Generate one token through the real step loop. Raises EngineFailed when that does not succeed."""
+
+    def stats(self) -> EngineStats: ...
+
+    def info(self) -> ModelInfo: ...
+
+    async def tokenize(self, request: GenerateRequest) -> list[int]:
+        """Token ids of the prompt exactly as `submit` would feed them."""
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    async def stop(self) -> None:
+        """Abort everything, free the model, end the engine's threads. Idempotent."""
