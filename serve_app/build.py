@@ -5,11 +5,11 @@ Ray reads the raw annotation of a builder's argument, so this module must not us
 What this module does not do: read models; configuration errors show before anything is deployed.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from ray import serve
-from ray.serve import Application
+from ray.serve import Application, Deployment
 
 from serve_app.config import Config, load_config
 from serve_app.errors import ConfigError
@@ -37,10 +37,11 @@ def app_from_env() -> Application:
 
 def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
     """Directory ← replicas ← ingress. `engine_factory`: see `Replica`."""
-    exporters = serve.deployment(ExporterDirectory, name="exporters", num_replicas=1, max_ongoing_requests=1000)
-    directory = exporters.options(ray_actor_options={"num_cpus": 0}).bind(config.metrics.heartbeat_s)
+    directory = _deployment(
+        ExporterDirectory, name="exporters", num_replicas=1, ray_actor_options={"num_cpus": 0}
+    ).bind(config.metrics.heartbeat_s)
     replica, ingress = config.replica, config.ingress
-    replicas = serve.deployment(
+    replicas = _deployment(
         Replica,
         name="engine",
         num_replicas=replica.num_replicas,
@@ -52,7 +53,7 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=replica.max_constructor_retry_count,
     ).bind(config, engine_factory, directory)
-    return serve.deployment(
+    return _deployment(
         Ingress,
         name="ingress",
         num_replicas=ingress.num_replicas,
@@ -61,6 +62,11 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s + INGRESS_DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(config, replicas, directory)
+
+
+def _deployment(cls: type, **options: Any) -> Deployment:
+    # The decorator's overloads hide that with a class it returns a deployment.
+    return cast(Deployment, serve.deployment(cls, **options))
 
 
 def _nested(args: dict[str, Any]) -> dict[str, Any]:

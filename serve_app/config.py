@@ -102,7 +102,8 @@ class IngressConfig(_Frozen):
 
 
 class MetricsConfig(_Frozen):
-    """Each process exports on its own port: 0 picks a free one. `host` is the address it binds; "auto" is the node's."""
+    """Each process exports on its own port, where 0 picks a free one. `host`: the address it binds, "auto" is the
+    node's. A process that missed three heartbeats is gone from /metrics."""
 
     port: int = Field(0, ge=0, le=65535)
     host: str = "auto"

@@ -1,8 +1,8 @@
 """Publishing the series of every process, and gathering them into one page.
 
 Each process serves its own registry on its own port (`Exporter`) and keeps telling the `ExporterDirectory` where.
-`scrape` reads all pages that are alive now and `merge` adds the label `replica`, so that any ingress can answer /metrics
-for the whole deployment; the series of a removed replica go away with its heartbeats.
+`scrape` reads all pages that are alive now and `merge` adds the label `replica`, so that any ingress can answer
+/metrics for the whole deployment; the series of a removed replica go away with its heartbeats.
 
 What this module does not do: declare series (see `metrics`).
 """
@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from serve_app.config import MetricsConfig
+from serve_app.errors import ConfigError
 
 logger = logging.getLogger("ray.serve.ddtree.metrics")
 MISSED_HEARTBEATS = 3
@@ -58,8 +59,12 @@ class Exporter:
     def __init__(self, registry: CollectorRegistry, config: MetricsConfig, directory: Any) -> None:
         self._directory, self._config = directory, config
         host = ray.util.get_node_ip_address() if config.host == "auto" else config.host
-        self._server, self._thread = start_http_server(config.port, addr=host, registry=registry)
-        self.name = serve.get_replica_context().replica_tag
+        try:
+            self._server, self._thread = start_http_server(config.port, addr=host, registry=registry)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{config.port}: {error}", param="metrics.port") from error
+        context = serve.get_replica_context()
+        self.name = f"{context.deployment}#{context.replica_tag}"
         self.url = f"http://{host}:{self._server.server_port}/metrics"
         self._task: asyncio.Task[None] | None = None
 

@@ -27,7 +27,7 @@ from serve_app.protocol import Item, Job, Renderer, error_frames
 logger = logging.getLogger("ray.serve.ddtree.replica")
 
 ENGINE_FACTORY = "serve_app.engines:create_engine"
-Event = tuple[int, Chunk | BaseException | None]
+Event = tuple[int, Chunk | Exception | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Replica:
                 yield item
         except Exception as error:
             failure = self._as_serve_error(error, job)
-            # A first item must carry the error alone; later ones also the frames that tell the client.
+            # The frames are for a client that already has some; a first item is answered by its error alone.
             yield Item(data=error_frames(failure) if job.stream else b"", error=failure)
         finally:
             for task in tasks:
@@ -140,7 +140,7 @@ class Replica:
 
     async def __del__(self) -> None:  # Serve awaits it after the drain
         if getattr(self, "_exporter", None) is not None:
-            await self._exporter.stop()  # type: ignore[union-attr]
+            await self._exporter.stop()
         if hasattr(self, "_engine"):
             await self._engine.stop()
 
@@ -160,7 +160,9 @@ async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
         events = [await queue.get()]
         while not queue.empty():
             events.append(queue.get_nowait())
-        data, content, failure = [], False, None
+        data: list[bytes] = []
+        content = False
+        failure: Exception | None = None
         for prompt, event in events:
             if isinstance(event, Chunk):
                 if event.finish_reason == "abort":

@@ -2,7 +2,7 @@
 
 Words `key=value` steer, the others are the answer, one token each. `repeat=N` says it N times; `delay=S` waits before
 each token, `stall=S` before the first; `fail_at=N` raises at token N, `crash_at=N` ends the process, `abort_at=N` ends
-as aborted; `bytes=HEX` answers one byte a token; `refuse=1` is a template's refusal; `dead=1`/`stuck=1` break health.
+as aborted; `bytes=HEX` answers one byte a token; `refuse=CLASS` raises that error; `dead=1`/`stuck=1` break health.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ import time
 
 from prometheus_client import Counter, Gauge
 
+from serve_app import errors
 from serve_app.engines.base import Chunk, EngineStats, ModelInfo, TokenLogprob, Usage
-from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
+from serve_app.errors import ContextLengthExceeded, EngineFailed
 
 CONTEXT, VOCAB = 4096, 1000
 
@@ -37,7 +38,7 @@ class FakeEngine:
         if (params.max_tokens or 0) > CONTEXT:
             raise ContextLengthExceeded(f"The context is {CONTEXT} tokens.", param="max_tokens")
         if "refuse" in script:
-            raise InvalidRequest("Conversation roles must alternate.", param="messages")
+            raise getattr(errors, script["refuse"])("Refused by the script.")
         self._state.update({k: v for k, v in script.items() if k in ("dead", "stuck")})
         said = [w for w in words if "=" not in w] * int(script.get("repeat", 1)) or ["ok"]
         tokens = [w.encode() if i == 0 else b" " + w.encode() for i, w in enumerate(said)]
@@ -56,18 +57,15 @@ class FakeEngine:
                 self._last, end, reason = time.monotonic(), i == limit - 1, "stop" if limit == len(tokens) else "length"
                 reason = "abort" if i == int(script.get("abort_at", -1)) else reason if end else None
                 for j in range(params.n):
-                    one = TokenLogprob(tokens[i][0], tokens[i].decode("utf-8", "replace"), tuple(tokens[i]), -0.5)
-                    logprobs = None if params.logprobs is None else (TokenLogprob(*self._fields(one), (one,) * params.logprobs),)
+                    plain = (tokens[i][0], tokens[i].decode("utf-8", "replace"), tuple(tokens[i]), -0.5)
+                    top = tuple(TokenLogprob(*plain) for _ in range(params.logprobs or 0))
+                    logprobs = None if params.logprobs is None else (TokenLogprob(*plain, top),)
                     usage = Usage(len(words), i + 1) if reason else None
                     yield Chunk(j, (tokens[i][0],), decoders[j].decode(tokens[i], end), logprobs, reason, usage=usage)
             done = True
         finally:
             self._live -= 1
             self._aborts.inc(0 if done else 1)
-
-    @staticmethod
-    def _fields(one):
-        return one.token_id, one.token, one.bytes, one.logprob
 
     async def abort(self, request_id):
         return False

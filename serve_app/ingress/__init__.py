@@ -5,7 +5,6 @@ What this package does not do: generate, or place replicas.
 
 from __future__ import annotations
 
-
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve

@@ -51,7 +51,7 @@ class HandleBackend:
         self._info: ModelInfo | None = None
 
     async def generate(self, job: Job) -> AsyncIterator[Item]:
-        stream = self._replicas.options(stream=True).generate.remote(job)
+        stream: Any = self._replicas.options(stream=True).generate.remote(job)
         finished = False
         try:
             with _ray_errors():

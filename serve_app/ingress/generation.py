@@ -123,5 +123,3 @@ async def is_ready(gateway: Gateway) -> None:
     if last is not None and time.monotonic() - last <= limits.ready_max_age_s:
         return
     await gateway.backend.probe(limits.ready_max_age_s, limits.ready_timeout_s)
-
-

@@ -28,7 +28,7 @@ def deadline(record: Record, headers: Headers, limit_s: float) -> float:
         wanted = float(headers.get(TIMEOUT_HEADER, ""))
     except ValueError:
         wanted = 0.0
-    return record.started + (min(limit_s, 0.9 * wanted) if 0 < wanted else limit_s)
+    return record.started + (min(limit_s, 0.9 * wanted) if wanted > 0 else limit_s)
 
 
 async def read_body(request: Request, limit: int, deadline_at: float) -> bytes:

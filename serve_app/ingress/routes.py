@@ -34,6 +34,7 @@ from serve_app.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    answers,
     chat_job,
     check_token_ids,
     completion_job,
@@ -41,7 +42,6 @@ from serve_app.protocol import (
     tokenize_request,
     validate,
 )
-from serve_app.protocol import answers
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -166,7 +166,7 @@ async def _read(gateway: Gateway, request: Request, wire: type[Wire]) -> tuple[W
     body = parse_object(await read_body(request, gateway.config.ingress.max_body_bytes, until))
     if isinstance(body.get("model"), str):
         _known(gateway, request, body["model"])
-    elif "model" not in wire.model_fields or not wire.model_fields["model"].is_required():
+    elif not wire.model_fields["model"].is_required():
         record.model = gateway.config.model.id
     return validate(wire, body), record, until
 

@@ -25,7 +25,6 @@ from serve_app.errors import (
     Aborted,
     AuthenticationFailed,
     DeadlineExceeded,
-    InvalidRequest,
     NotReady,
     Overloaded,
     RateLimited,
@@ -43,7 +42,6 @@ _REASONS: tuple[tuple[type[ServeError], str], ...] = (
     (Overloaded, "overload"),
     (NotReady, "overload"),
     (DeadlineExceeded, "deadline"),
-    (InvalidRequest, "invalid"),
 )
 
 
@@ -94,7 +92,7 @@ class RequestScope:
             record.status = Aborted.status
             raise
         finally:
-            self._observe(scope, record)
+            self._observe(scope, record, started)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, started: Any) -> None:
         try:
@@ -110,19 +108,26 @@ class RequestScope:
         if not started():
             await send_error(failure, send)
 
-    def _observe(self, scope: Scope, record: Record) -> None:
+    def _observe(self, scope: Scope, record: Record, started: bool) -> None:
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
-        status = record.status or 500
+        status = record.status or ServeError.status
         self._metrics.requests.labels(route, str(status), record.model).inc()
-        if record.error is not None:
-            for kind, reason in _REASONS:
-                if isinstance(record.error, kind):
-                    self._metrics.rejected.labels(reason).inc()
-                    break
-            logger.info(
-                "request %s on %s: %d %s param=%s",
-                record.request_id, route, status, record.error.code, record.error.param,
-            )  # fmt: skip
+        if record.error is None:
+            return
+        reason = reject_reason(record.error)
+        # An answer that broke off had been accepted.
+        if reason is not None and not (started and record.stream):
+            self._metrics.rejected.labels(reason).inc()
+        code, param = record.error.code, record.error.param
+        logger.info("request %s on %s: %d %s param=%s", record.request_id, route, status, code, param)
+
+
+def reject_reason(error: ServeError) -> str | None:
+    """The label of `gateway_rejected_total`; None for failures that are not refusals."""
+    for kind, reason in _REASONS:
+        if isinstance(error, kind):
+            return reason
+    return "invalid" if 400 <= error.status < 500 and not isinstance(error, Aborted) else None
 
 
 @contextlib.contextmanager

@@ -56,9 +56,7 @@ class Renderer:
         self._job = job
         self._n = job.requests[0].sampling.n
         self._choices = [_Choice() for _ in range(self._n * len(job.requests))]
-        kind = ("chat.completion.chunk" if job.chat else "text_completion") if job.stream else (
-            "chat.completion" if job.chat else "text_completion"
-        )
+        kind = "text_completion" if not job.chat else "chat.completion.chunk" if job.stream else "chat.completion"
         self._head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         self._open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
         # With usage asked for, every other frame carries it as null.

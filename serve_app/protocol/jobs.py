@@ -21,9 +21,12 @@ from serve_app.protocol.wire import ChatRequest, CompletionRequest, Sampling, To
 COMPLETION_MAX_TOKENS = 16
 # Arguments of the template renderers themselves; a client may set variables, not replace the template.
 _RESERVED_KWARGS = frozenset(
-    "messages conversation tools documents chat_template add_generation_prompt continue_final_message tokenize padding "
-    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs processor_kwargs "
-    "load_audio_from_video add_special_tokens template self".split()
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "template", "self", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("processor_kwargs", "load_audio_from_video"),
+    )
 )
 
 
@@ -177,8 +180,8 @@ def _prompts(wire: CompletionRequest, info: ModelInfo) -> list[str | tuple[int, 
     entries: list[str | tuple[int, ...]] = []
     for index, entry in enumerate(prompt):
         if not isinstance(entry, str):
-            check_token_ids(entry, info, f"prompt[{index}]")  # type: ignore[arg-type]
-        entries.append(entry if isinstance(entry, str) else tuple(entry))  # type: ignore[arg-type]
+            check_token_ids(entry, info, f"prompt[{index}]")
+        entries.append(entry if isinstance(entry, str) else tuple(entry))
     return entries
 
 

@@ -75,9 +75,9 @@ class ChatRequest(Sampling):
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Needs logprobs: true.")
-    chat_template_kwargs: (
-        Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None
-    ) = Field(None, description="Scalars handed to the chat template.")
+    chat_template_kwargs: Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None = Field(
+        None, description="Scalars handed to the chat template."
+    )
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = Field(None, description="Accepted, not used.")
     safety_identifier: Short | None = Field(None, description="Accepted, not used.")
     prompt_cache_key: Short | None = Field(None, description="Accepted, not used.")
@@ -124,9 +124,7 @@ class TokenizeRequest(Wire):
     model: Short | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: (
-        Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None
-    ) = None
+    chat_template_kwargs: Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None = None
 
 
 class DetokenizeRequest(Wire):
