@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
+from serve_app.exporter import Exporter
 from serve_app.protocol import Item, Job, Renderer, error_frames
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
@@ -52,10 +53,8 @@ class Replica:
         except BaseException:
             await self._engine.stop()
             raise
-        self._exporter = None
+        self._exporter: Exporter | None = None
         if exporters is not None:
-            from serve_app.exporter import Exporter
-
             self._exporter = Exporter(self._registry, config.metrics, exporters)
             self._exporter.start()
 
@@ -139,8 +138,8 @@ class Replica:
             raise EngineFailed(f"The engine generated no token within {timeout_s:g} s.") from None
 
     async def __del__(self) -> None:  # Serve awaits it after the drain
-        if getattr(self, "_exporter", None) is not None:
-            await self._exporter.stop()
+        if exporter := getattr(self, "_exporter", None):
+            await exporter.stop()
         if hasattr(self, "_engine"):
             await self._engine.stop()
 
@@ -149,7 +148,7 @@ def load(path: str) -> Callable[..., Any]:
     """The object that `module:name` names. Raises ConfigError."""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 

@@ -171,18 +171,16 @@ def _sampling(
 
 
 def _prompts(wire: CompletionRequest, info: ModelInfo) -> list[str | tuple[int, ...]]:
-    prompt = wire.prompt
+    prompt: Any = wire.prompt
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        check_token_ids(prompt, info, "prompt")  # type: ignore[arg-type]
-        return [tuple(prompt)]  # type: ignore[arg-type]
-    entries: list[str | tuple[int, ...]] = []
+        check_token_ids(prompt, info, "prompt")
+        return [tuple(prompt)]
     for index, entry in enumerate(prompt):
         if not isinstance(entry, str):
             check_token_ids(entry, info, f"prompt[{index}]")
-        entries.append(entry if isinstance(entry, str) else tuple(entry))
-    return entries
+    return [entry if isinstance(entry, str) else tuple(entry) for entry in prompt]
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
