@@ -105,3 +105,12 @@ def client(served: Served) -> Iterator[httpx.Client]:
 def chat(script: str, **fields: Any) -> dict[str, Any]:
     """A chat body whose only message is a fake engine's script."""
     return {"model": "fake", "messages": [{"role": "user", "content": script}], **fields}
+
+
+def metric(served: Served, name: str, **labels: str) -> float:
+    """Sum over replicas and over all labels not given, from the application's own /metrics."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = httpx.get(f"{served.url}/metrics", timeout=30, trust_env=False).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())

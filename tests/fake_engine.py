@@ -32,7 +32,7 @@ class FakeEngine:
 
     async def submit(self, request):
         self._submits.inc()
-        words = (request.prompt or (request.messages or [{"content": "ids"}])[-1]["content"]).split()
+        words = self._text(request).split()
         script = dict(w.split("=", 1) for w in words if "=" in w)
         params, done = request.sampling, False
         if (params.max_tokens or 0) > CONTEXT:
@@ -67,6 +67,10 @@ class FakeEngine:
             self._live -= 1
             self._aborts.inc(0 if done else 1)
 
+    @staticmethod
+    def _text(request):
+        return request.messages[-1]["content"] if request.messages else (request.prompt or "")
+
     async def abort(self, request_id):
         return False
 
@@ -83,7 +87,7 @@ class FakeEngine:
         return ModelInfo(id=self._id, max_model_len=CONTEXT, vocab_size=VOCAB, created=1)
 
     async def tokenize(self, request):
-        return list((request.prompt or request.messages[-1]["content"]).encode())
+        return list(self._text(request).encode())
 
     async def detokenize(self, token_ids):
         return bytes(t % 256 for t in token_ids).decode("utf-8", "replace")
