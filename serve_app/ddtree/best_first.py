@@ -39,12 +39,12 @@ def best_first(logps: Tensor, budget: int, spine_first: bool, *, table_limit: in
 
 
 def from_table(logps: Tensor, budget: int, table: CandidateTable) -> Chosen:
-    batch, size = logps.shape[0], table.order.shape[0]
+    batch, levels, size = logps.shape[0], min(logps.shape[1], budget), table.order.shape[0]
     flat = torch.cat((logps.new_zeros((batch, 1)), logps.flatten(1)), 1)
-    terms = flat.index_select(1, table.paths).view(batch, -1, size)
+    terms = flat.index_select(1, table.paths).view(batch, levels, size)
     # Added depth by depth, not with sum(): the order of float additions is part of the contract.
     weights = terms[:, 0]
-    for level in range(1, terms.shape[1]):
+    for level in range(1, levels):
         weights = weights + terms[:, level]
     return _finish(weights, table.column, table.depth, table.rank, table.parent, table.order, budget, table.spine)
 
