@@ -55,8 +55,9 @@ class Sandbox:
 
     def leftovers(self) -> list[str]:
         """Everything in the cache but the lock files, the kept wheel and a model that is whole."""
-        allowed = {"locks", "downloads", "models", "hub"}
+        allowed = {"locks", "downloads", "models", "hub", "tmp"}
         found = [path.name for path in self.cache.iterdir() if path.name not in allowed] if self.cache.is_dir() else []
+        found += [f"tmp/{path.name}" for path in self.cache.glob("tmp/*")]
         about = {"format": 1, "name": "tiny", "gguf_sha256": self.model.sha256}
         for path in self.cache.glob("models/*"):
             if problem := cache.damage(path, about, full=True):
