@@ -71,10 +71,11 @@ def walk_lazy(
     Returns:
         (path, bonus): node indices from the root on, and the next root.
     """
+    limit = len(tokens) if max_depth is None else max_depth
     path = [0]
     while True:
         token = sample(path[-1])
-        child = _matching_child(tokens, parents, path[-1], token) if max_depth is None or len(path) <= max_depth else None
+        child = _matching_child(tokens, parents, path[-1], token) if len(path) <= limit else None
         if child is None:
             return path, token
         path.append(child)

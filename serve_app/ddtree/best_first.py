@@ -21,8 +21,8 @@ TABLE_LIMIT = 32768
 
 @dataclass(frozen=True)
 class Chosen:
-    """Nodes of B trees, root first, all [B, N]. `columns` index the flat [1 + D·K] token row whose column 0 is the root;
-    the other fields are those of `tree.DraftTree`."""
+    """Nodes of B trees, root first, all [B, N]. `columns` index the flat [1 + D·K] token row whose column 0 is the
+    root; the other fields are those of `tree.DraftTree`."""
 
     columns: Tensor
     parents: Tensor
@@ -50,8 +50,8 @@ def from_table(logps: Tensor, budget: int, table: CandidateTable) -> Chosen:
 
 
 def from_beam(logps: Tensor, budget: int, spine_first: bool) -> Chosen:
-    batch, depth, k = logps.shape
-    depth = min(depth, budget)
+    k = logps.shape[2]
+    depth = min(logps.shape[1], budget)
     levels = [_Level.root(logps)]
     for level in range(1, depth + 1):
         levels.append(levels[-1].children(logps[:, level - 1], budget - level + 1, spine_first))

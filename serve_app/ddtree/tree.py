@@ -131,9 +131,12 @@ def build_tree_reference(
         push(parent, (*ranks[:-1], ranks[-1] + 1))
         push(len(nodes) - 1, (*ranks, 0))
     picked = [root] + [int(tokens[level - 1, rank]) for _, level, rank, _ in nodes[1:]]
-    parents, depths, ranks_, weights = zip(*nodes, strict=True)
+    parents, depths, rank, weights = zip(*nodes, strict=True)
     return DraftTree(
-        *(torch.tensor([column]) for column in (picked, parents, depths, ranks_)),
+        tokens=torch.tensor([picked]),
+        parents=torch.tensor([parents]),
+        depths=torch.tensor([depths]),
+        ranks=torch.tensor([rank]),
         log_weights=torch.from_numpy(np.array([weights], dtype=np.float32)),
     )
 
@@ -144,4 +147,5 @@ def _check(roots: Tensor, tokens: Tensor, logps: Tensor, budget: int) -> None:
         raise ValueError(f"roots [B], tokens [B, D, K] and logps [B, D, K] disagree: {shapes}")
     limit = max_nodes(logps.shape[1], logps.shape[2])
     if not 0 <= budget <= limit:
-        raise ValueError(f"budget {budget} is outside 0..{limit}, the nodes of depth {logps.shape[1]}, k {logps.shape[2]}")
+        depth, k = logps.shape[1:]
+        raise ValueError(f"budget {budget} is outside 0..{limit}, the nodes that depth {depth} and k {k} allow")
