@@ -116,9 +116,7 @@ class Drafter:
         kv[:, :, 0] = rotate_(keys, cos[:, None], sin[:, None])
         cache.write_all(locations, kv.flatten(2).transpose(0, 1))
 
-    def forward(
-        self, embedded: Tensor, positions: Tensor, locations: Tensor, cache: KVCache, window: Window
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, positions: Tensor, locations: Tensor, cache: KVCache, window: Window) -> Tensor:
         """Hidden states of the block's mask slots.
 
         Args:

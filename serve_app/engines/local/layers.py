@@ -110,7 +110,9 @@ def load_layer(checkpoint: Checkpoint, prefix: str, shape: Shape) -> DecoderLaye
     except KeyError as error:
         raise ConfigError(f"{checkpoint.path} has no tensor {prefix}{error.args[0]}", param=checkpoint.param) from None
     except RuntimeError as error:
-        raise ConfigError(f"{checkpoint.path}: {prefix[:-1]} cannot be built: {error}", param=checkpoint.param) from None
+        raise ConfigError(
+            f"{checkpoint.path}: {prefix[:-1]} cannot be built: {error}", param=checkpoint.param
+        ) from None
     attended = shape.heads * shape.head_dim
     expected = {
         "qkv": (layer.qkv, shape.hidden, attended + 2 * shape.kv_heads * shape.head_dim),

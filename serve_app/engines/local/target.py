@@ -42,7 +42,8 @@ def read_config(path: Path) -> Any:
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(
-            f"model type {config.model_type!r} is not supported by the embedded engine (supported: {known})", param=PARAM
+            f"model type {config.model_type!r} is not supported by the embedded engine (supported: {known})",
+            param=PARAM,
         )
     if config.hidden_act != "silu":
         raise ConfigError(f"activation {config.hidden_act!r} is not supported by the embedded engine", param=PARAM)
@@ -71,9 +72,7 @@ class Target:
         self._layers = [load_layer(checkpoint, f"model.layers.{i}.", shape) for i in range(shape.layers)]
         self._norm = checkpoint.need("model.norm.weight", (shape.hidden,))
         tied = config.tie_word_embeddings
-        self._head = Linear(
-            self.embedding if tied else checkpoint.need("lm_head.weight", (shape.vocab, shape.hidden))
-        )
+        self._head = Linear(self.embedding if tied else checkpoint.need("lm_head.weight", (shape.vocab, shape.hidden)))
         self._rope = Rope(config, positions, self.device, self.dtype)
         wrong = [layer for layer in feature_layers if not 0 <= layer < shape.layers]
         if wrong:
