@@ -12,7 +12,8 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence as Seq
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
 from functools import partial
 
 from prometheus_client import CollectorRegistry
