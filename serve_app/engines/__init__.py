@@ -21,6 +21,6 @@ def create_engine(config: Config, registry: CollectorRegistry) -> Engine:
         ConfigError: the configuration cannot be used with this engine.
     """
     # "local" is the only kind that the configuration lets through.
-    from serve_app.engines.local.engine import create_local_engine
+    from serve_app.engines.local.engine import LocalEngine
 
-    return create_local_engine(config, registry)
+    return LocalEngine(config, registry)
