@@ -38,7 +38,12 @@ def app_from_env() -> Application:
 def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
     """Directory ← replicas ← ingress. `engine_factory`: see `Replica`."""
     directory = _deployment(
-        ExporterDirectory, name="exporters", num_replicas=1, ray_actor_options={"num_cpus": 0}
+        ExporterDirectory,
+        name="exporters",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        # Every process calls every few seconds.
+        logging_config={"enable_access_log": False},
     ).bind(config.metrics.heartbeat_s)
     replica, ingress = config.replica, config.ingress
     replicas = _deployment(

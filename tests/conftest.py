@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,3 +115,11 @@ def metric(served: Served, name: str, **labels: str) -> float:
     text = httpx.get(f"{served.url}/metrics", timeout=30, trust_env=False).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
     return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Until `condition()`; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.05)

@@ -111,7 +111,7 @@ async def test_closing_aborts_every_prompt_in_the_engine(stream: bool) -> None:
 async def test_health_generates_only_when_no_token_came_lately() -> None:
     replica = await make_replica()
     await replica.check_health()
-    replica._engine._state["dead"] = "1"  # type: ignore[attr-defined]
+    replica._engine._broken = "dead"  # type: ignore[attr-defined]
     with pytest.raises(EngineFailed):
         await replica.check_health()
 

@@ -115,8 +115,8 @@ class RequestScope:
         if record.error is None:
             return
         reason = reject_reason(record.error)
-        # An answer that broke off had been accepted.
-        if reason is not None and not (started and record.stream):
+        # A probe that fails refuses nobody, and an answer that broke off had been accepted.
+        if reason is not None and scope["method"] == "POST" and not (started and record.stream):
             self._metrics.rejected.labels(reason).inc()
         code, param = record.error.code, record.error.param
         logger.info("request %s on %s: %d %s param=%s", record.request_id, route, status, code, param)

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import Served, chat, metric
+from tests.conftest import Served, chat, eventually, metric
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -336,11 +336,3 @@ def test_a_body_over_the_limit_is_refused_while_it_is_sent(served: Served) -> No
             connection.sendall(piece)
         answer = connection.recv(4096)
     assert b" 413 " in answer.split(b"\r\n")[0] and b"request_too_large" in answer
-
-
-def eventually(condition: Any, seconds: float = 10) -> None:
-    """Until `condition()`; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.05)
