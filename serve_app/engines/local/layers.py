@@ -124,7 +124,8 @@ def load_layer(checkpoint: Checkpoint, prefix: str, shape: Shape) -> DecoderLaye
         if (linear.in_features, linear.out_features) != (inputs, outputs):
             got = (linear.in_features, linear.out_features)
             raise ConfigError(
-                f"{checkpoint.path}: {prefix}{name} maps {got[0]} to {got[1]}, the configuration says {inputs} to {outputs}",
+                f"{checkpoint.path}: {prefix}{name} maps {got[0]} to {got[1]}; "
+                f"the configuration says {inputs} to {outputs}",
                 param=checkpoint.param,
             )
     return layer
