@@ -91,23 +91,29 @@ def workspace(root: Path, name: str) -> Iterator[Path]:
             yield Path(tempfile.mkdtemp(dir=parent))
         finally:
             shutil.rmtree(parent, ignore_errors=True)
-            with suppress(OSError):
-                parent.parent.rmdir()
+
+
+def sweep(root: Path, name: str) -> None:
+    """Remove what a process that died left of `name`, unless another one is at work or the cache is read-only."""
+    if (root / "tmp" / name).exists():
+        with suppress(OSError, ModelFetchError), _lock(root / "locks" / f"{name}.lock", timeout_s=0):
+            shutil.rmtree(root / "tmp" / name, ignore_errors=True)
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path, timeout_s: float | None = None) -> Iterator[None]:
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as handle:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         waiting = False
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ModelFetchError(f"another process has held {path} for {LOCK_TIMEOUT_S:.0f} s") from None
+                if time.monotonic() >= deadline:
+                    raise ModelFetchError(f"another process has held {path} for {timeout_s:.0f} s") from None
                 if not waiting:
                     log.info("waiting for another process that holds %s", path)
                     waiting = True

@@ -50,6 +50,7 @@ def fetch_known(model: KnownModel, root: Path, *, force: bool = False, progress:
     final = directory(model, root)
     with cache.clear_errors(f"fetch {model.name}", root):
         if not force and damage(model, root) is None:
+            cache.sweep(root, model.name)
             return final
         with cache.workspace(root, model.name) as work:
             problem = damage(model, root)

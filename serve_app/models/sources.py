@@ -69,13 +69,13 @@ def unknown(source: str) -> ModelFetchError:
     """The error for a source that is nothing we know."""
     names = ", ".join(model.name for model in registry.all_known())
     return ModelFetchError(
-        f"{source!r} is neither a known model ({names}), nor a directory, nor a Hugging Face id (org/name)"
+        f"{source[:200]!r} is neither a known model ({names}), nor a directory, nor a Hugging Face id (org/name)"
     )
 
 
 def is_local(source: str) -> bool:
     """Whether a source means a path, existing or not."""
-    return source.startswith(("/", ".", "~")) or (bool(source) and Path(source).exists())
+    return source.startswith(("/", ".", "~")) or os.path.exists(source)
 
 
 def is_hub_id(source: str) -> bool:
@@ -93,7 +93,8 @@ def local_path(source: str) -> Path:
         path = Path(source).expanduser().absolute()
     except RuntimeError:
         raise ModelFetchError(f"{source}: no such home directory") from None
-    if not path.exists():
+    # os.path says no where Path raises: names that are too long, parents that may not be searched.
+    if not os.path.exists(path):
         raise ModelFetchError(f"{path} does not exist")
     if not path.is_dir():
         raise ModelFetchError(f"{path} is a file; give the directory that holds config.json and *.safetensors")
