@@ -75,6 +75,8 @@ class DecoderLayer:
         q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
         # One table [heads + kv_heads, head_dim]: q and k are normalised in one call.
         self.qk_norm = None
+        if (q_norm is None) != (k_norm is None):
+            raise KeyError("self_attn.q_norm.weight" if q_norm is None else "self_attn.k_norm.weight")
         if q_norm is not None and k_norm is not None:
             self.qk_norm = torch.cat((q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)))
 
