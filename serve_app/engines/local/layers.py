@@ -75,6 +75,8 @@ class DecoderLayer:
         q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
         # One table [heads + kv_heads, head_dim]: q and k are normalised in one call.
         self.qk_norm = None
+        if (q_norm is None) != (k_norm is None):
+            raise KeyError("self_attn.q_norm.weight" if q_norm is None else "self_attn.k_norm.weight")
         if q_norm is not None and k_norm is not None:
             self.qk_norm = torch.cat((q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)))
 
@@ -124,7 +126,8 @@ def load_layer(checkpoint: Checkpoint, prefix: str, shape: Shape) -> DecoderLaye
         if (linear.in_features, linear.out_features) != (inputs, outputs):
             got = (linear.in_features, linear.out_features)
             raise ConfigError(
-                f"{checkpoint.path}: {prefix}{name} maps {got[0]} to {got[1]}, the configuration says {inputs} to {outputs}",
+                f"{checkpoint.path}: {prefix}{name} maps {got[0]} to {got[1]}; "
+                f"the configuration says {inputs} to {outputs}",
                 param=checkpoint.param,
             )
     return layer
