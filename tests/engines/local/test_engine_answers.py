@@ -103,7 +103,12 @@ async def test_chat_messages_go_through_the_template(make_config: Make) -> None:
     [
         ({"messages": [{"role": "forbidden", "content": "x"}]}, InvalidRequest, "messages", "roles must be known"),
         ({"messages": []}, InvalidRequest, "messages", "empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, Unsupported, "messages[0].content[0]", ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            Unsupported,
+            "messages[0].content[0]",
+            "",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, Unsupported, "tools", ""),
         ({"prompt": ""}, InvalidRequest, "prompt", "empty"),
         ({"prompt_token_ids": (VOCAB,)}, InvalidRequest, "prompt", str(VOCAB - 1)),
