@@ -1,8 +1,8 @@
 """Matrix products with the weight laid out once for the device that will read it.
 
 On a CPU in bfloat16 a plain `F.linear` re-reads its weight in an order the tile unit does not like; oneDNN's packed
-layout streams it about 1.5 times as fast, and what follows the product is applied while it is in registers. The private operators used are those that torch's own
-compiler emits for constant weights.
+layout streams it about 1.5 times as fast, and what follows the product is applied while it is in registers. The private
+operators used are those that torch's own compiler emits for constant weights.
 
 What this module does not do: quantise, or hold an unpacked copy beside the packed one.
 """

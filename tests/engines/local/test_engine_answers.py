@@ -20,6 +20,7 @@ from tests.engines.local.conftest import VOCAB, write_drafter
 from tests.engines.local.helpers import collect, request, running
 
 Make = Callable[..., Config]
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
 
 
 async def test_greedy_text_equals_transformers_generate(make_config: Make, tiny: Path) -> None:
