@@ -43,9 +43,7 @@ class OracleRunner(ModelRunner):
     truth: Mapping[tuple[int, ...], list[int]]
     rng: random.Random
 
-    def draft(
-        self, slots: Seq[int], starts: Seq[int], roots: Seq[int], pending: Seq[Pending]
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, slots: Seq[int], starts: Seq[int], roots: Seq[int], pending: Seq[Pending]) -> tuple[Tensor, Tensor]:
         held = {sequence.slot: sequence for sequence in self.scheduler.running}
         tokens = []
         for slot in slots:

@@ -106,15 +106,21 @@ def test_a_fitting_drafter_is_accepted(tiny: Path, tiny_drafter: Path) -> None:
         ({"num_hidden_layers": 3}, "layers.2"),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_refused(
-    tiny: Path, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_drafter_that_does_not_fit_is_refused(tiny: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         load(write_drafter(tmp_path, **changes)).spec.check_target(target_shape(tiny))
     assert caught.value.param == "model.drafter"
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "layers.1.self_attn.q_norm.weight", "layers.1.self_attn.k_norm.weight", "layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fc.weight",
+        "layers.1.self_attn.q_norm.weight",
+        "layers.1.self_attn.k_norm.weight",
+        "layers.0.mlp.up_proj.weight",
+    ],
+)
 def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         load(write_drafter(tmp_path, drop=name))

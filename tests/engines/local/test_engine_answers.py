@@ -20,6 +20,7 @@ from tests.engines.local.conftest import VOCAB, write_drafter
 from tests.engines.local.helpers import collect, request, running
 
 Make = Callable[..., Config]
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
 
 
 async def test_greedy_text_equals_transformers_generate(make_config: Make, tiny: Path) -> None:
@@ -103,7 +104,12 @@ async def test_chat_messages_go_through_the_template(make_config: Make) -> None:
     [
         ({"messages": [{"role": "forbidden", "content": "x"}]}, InvalidRequest, "messages", "roles must be known"),
         ({"messages": []}, InvalidRequest, "messages", "empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, Unsupported, "messages[0].content[0]", ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            Unsupported,
+            "messages[0].content[0]",
+            "",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, Unsupported, "tools", ""),
         ({"prompt": ""}, InvalidRequest, "prompt", "empty"),
         ({"prompt_token_ids": (VOCAB,)}, InvalidRequest, "prompt", str(VOCAB - 1)),

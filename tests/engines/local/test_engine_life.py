@@ -218,6 +218,7 @@ async def test_it_can_start_again_after_a_stop(make_config: Make) -> None:
 
 async def test_slots_and_tokens_are_free_after_many_mixed_requests(make_config: Make) -> None:
     async with running(make_config(engine={"max_queued": 100})) as engine:
+
         async def one(n: int) -> None:
             stream = engine.submit(request("y" * (n * 7 % 60 + 1), max_tokens=n % 30 + 1, temperature=n % 2))
             async for _ in stream:

@@ -27,7 +27,9 @@ def ids(text: str) -> list[int]:
     return [3 + byte for byte in text.encode()]
 
 
-def run(vocabulary: Vocabulary, tokens: list[int], sizes: list[int], **params: Any) -> tuple[int, list[str], Ending | None]:
+def run(
+    vocabulary: Vocabulary, tokens: list[int], sizes: list[int], **params: Any
+) -> tuple[int, list[str], Ending | None]:
     """Feed tokens in blocks of the given sizes; returns tokens used, texts, ending."""
     limit = params.pop("max_tokens", 1000)
     stream = TextStream(SamplingParams(**params), make_detokenizer(vocabulary), limit, {END})

@@ -46,11 +46,14 @@ class Forward:
         places = torch.arange(start, start + width)[None]
         causal = torch.ones(1, width, width, dtype=torch.bool).tril()
         window = open_window(
-            slice(slot, slot + 1), torch.tensor([start]), causal, start + width, self.target.shape.groups, self.target.dtype
+            slice(slot, slot + 1),
+            torch.tensor([start]),
+            causal,
+            start + width,
+            self.target.shape.groups,
+            self.target.dtype,
         )
-        hidden, features = self.target.forward(
-            ids, places, (slot * CAPACITY + places).flatten(), self.cache, window
-        )
+        hidden, features = self.target.forward(ids, places, (slot * CAPACITY + places).flatten(), self.cache, window)
         return self.target.logits(hidden), features
 
 
@@ -84,7 +87,7 @@ def test_features_are_the_layers_outputs_not_their_inputs(model: Path) -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"num_hidden_layers": 5}, "model.layers.4"),
-        ({"intermediate_size": 80}, "gate_up"),
+        ({"intermediate_size": 80}, "gate_proj"),
         ({"num_key_value_heads": 4}, "qkv"),
     ],
 )
