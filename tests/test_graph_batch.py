@@ -127,3 +127,9 @@ def test_unknown_buffers_are_refused() -> None:
 
 def test_a_reason_prints_as_its_label() -> None:
     assert [str(reason) for reason in FallbackReason] == [reason.value for reason in FallbackReason]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    ragged = torch.nested.nested_tensor([torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)])
+    assert poisoned().refusal(changed(toy_batch(2, WIDTH), slots=ragged)) == (FallbackReason.FIELD_TYPE, "slots")

@@ -1,6 +1,6 @@
 """One decoder layer of the Llama family, shared by the target and the drafter: weights and arithmetic.
 
-Projections that read the same input are one matrix, and the residual stream keeps the model's dtype, as in the
+Query, key and value projections are one matrix, and the residual stream keeps the model's dtype, as in the
 reference modelling. What differs per model (q/k norms, biases) is data, not subclasses.
 
 What this module does not do: attend, cache, or read files.
@@ -69,12 +69,13 @@ class DecoderLayer:
         self.input_norm = _needed(take, "input_layernorm.weight")
         self.post_norm = _needed(take, "post_attention_layernorm.weight")
         self.qkv = _joined(take, [f"self_attn.{name}_proj" for name in "qkv"])
-        self.o = Linear(_needed(take, "self_attn.o_proj.weight"), take("self_attn.o_proj.bias"))
-        self.gate_up = _joined(take, ["mlp.gate_proj", "mlp.up_proj"])
-        self.down = Linear(_needed(take, "mlp.down_proj.weight"), take("mlp.down_proj.bias"))
+        self.o = _joined(take, ["self_attn.o_proj"])
+        self.gate, self.up, self.down = (_joined(take, [f"mlp.{name}_proj"]) for name in ("gate", "up", "down"))
         q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
         # One table [heads + kv_heads, head_dim]: q and k are normalised in one call.
         self.qk_norm = None
+        if (q_norm is None) != (k_norm is None):
+            raise KeyError("self_attn.q_norm.weight" if q_norm is None else "self_attn.k_norm.weight")
         if q_norm is not None and k_norm is not None:
             self.qk_norm = torch.cat((q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)))
 
@@ -91,9 +92,9 @@ class DecoderLayer:
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add the attention's output [B, W, H·D] and the MLP to the residual [B, W, hidden]."""
-        x = x + self.o(attended)
-        gate, up = self.gate_up(self.norm(x, self.post_norm)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        x = self.o.plus(attended, x)
+        normed = self.norm(x, self.post_norm)
+        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), x)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.eps)
@@ -117,14 +118,16 @@ def load_layer(checkpoint: Checkpoint, prefix: str, shape: Shape) -> DecoderLaye
     expected = {
         "qkv": (layer.qkv, shape.hidden, attended + 2 * shape.kv_heads * shape.head_dim),
         "o_proj": (layer.o, attended, shape.hidden),
-        "gate_up": (layer.gate_up, shape.hidden, 2 * shape.intermediate),
+        "gate_proj": (layer.gate, shape.hidden, shape.intermediate),
+        "up_proj": (layer.up, shape.hidden, shape.intermediate),
         "down_proj": (layer.down, shape.intermediate, shape.hidden),
     }
     for name, (linear, inputs, outputs) in expected.items():
         if (linear.in_features, linear.out_features) != (inputs, outputs):
             got = (linear.in_features, linear.out_features)
             raise ConfigError(
-                f"{checkpoint.path}: {prefix}{name} maps {got[0]} to {got[1]}, the configuration says {inputs} to {outputs}",
+                f"{checkpoint.path}: {prefix}{name} maps {got[0]} to {got[1]}; "
+                f"the configuration says {inputs} to {outputs}",
                 param=checkpoint.param,
             )
     return layer

@@ -6,6 +6,7 @@ What this module does not do: know requests; it runs posted functions between st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -93,10 +94,8 @@ class StepLoop:
 
     def _deliver(self) -> None:
         for loop, items in list(self._outbox.items()):
-            try:
+            with contextlib.suppress(RuntimeError):  # that event loop is closed: nobody is left to read
                 loop.call_soon_threadsafe(_hand_over, items)
-            except RuntimeError:  # that event loop is closed: nobody is left to read
-                pass
         self._outbox.clear()
 
 

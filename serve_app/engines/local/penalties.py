@@ -51,7 +51,7 @@ class LogitRules:
         return position < self._params.min_tokens and bool(self._ends.numel())
 
     def apply(self, row: Tensor, path: Sequence[int], position: int) -> Tensor:
-        """A changed float32 copy of logits [V]; `path`: uncommitted tokens before the row, `position`: its output index."""
+        """A changed float32 copy of logits [V] of output index `position`; `path`: uncommitted tokens before it."""
         row = row.float().clone()
         if self._penalised:
             row = self._penalise(row, path)

@@ -5,6 +5,7 @@ What this module does not do: check lengths, or parse tool calls out of answers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,8 +93,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        # What a model wrote need not be JSON; templates can print it as it is.
+        with contextlib.suppress(ValueError):
             function["arguments"] = json.loads(arguments)
-        except ValueError:
-            pass  # the model wrote it; templates can print it as it is
     return {**call, "function": function}

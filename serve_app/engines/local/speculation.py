@@ -35,7 +35,7 @@ class TreePlan:
         self.depth = block_size - 1
         self.top_k = 1 if self.method == "chain" else config.top_k
         self._spine_first = config.spine_first
-        table = CUDA_BUDGETS if device.type == "cuda" else CPU_BUDGETS
+        table: tuple[tuple[int, int], ...] = CUDA_BUDGETS if device.type == "cuda" else CPU_BUDGETS
         if config.budget != "auto":
             table = ((1 << 30, config.budget),)
         limit = max_nodes(self.depth, self.top_k)

@@ -72,7 +72,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet: printable latin characters stand for themselves, other bytes for characters from 256 on."""
+    """The byte-level alphabet: printable latin characters stand for themselves, other bytes for those from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
