@@ -1,7 +1,7 @@
 """What HTTP, the ingress and Ray Serve add to the engine: the same requests in this process and through `serve run`.
 
-Both sides run the embedded engine with the same configuration on the same machine, one after the other in one run, so the
-differences are the price of the serving plane, and on few cores of its processes competing with the engine.
+Both sides run the embedded engine with the same configuration on the same machine, one after the other in one run, so
+the differences are the price of the serving plane, and on few cores of its processes competing with the engine.
 
     python benchmarks/serving_overhead.py [--tokens 64] [--repeats 5]
 

@@ -8,6 +8,7 @@ Configuration is the environment's.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -21,6 +22,15 @@ from serve_app.config import load_config
 from serve_app.errors import ConfigError
 
 POLL_S = 0.5
+# Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
+# gRPC on the replica's own event loop: about half the CPU per chunk (docs/findings.md). Nothing blocks that loop, since
+# the engine steps in its own thread. A whole answer with log-probabilities may be larger than gRPC's default message.
+SERVE_SWITCHES = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024 * 1024),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _serve_run(host: str, port: int) -> int:
     """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt; other ways to stop take that path too."""
+    for name, value in SERVE_SWITCHES.items():
+        os.environ.setdefault(name, value)
     import ray
     from ray import serve
     from ray.serve.scripts import cli

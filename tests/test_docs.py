@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
@@ -35,6 +36,16 @@ def series() -> list[str]:
 @pytest.mark.parametrize("key", config_keys())
 def test_every_configuration_key_is_documented(key: str) -> None:
     assert f"`{key}`" in (DOCS / "configuration.md").read_text()
+
+
+def test_documented_defaults_are_the_real_ones() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    documented = {}
+    for keys, defaults in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", text, re.MULTILINE):
+        documented |= dict(zip(re.findall(r"`([^`]+)`", keys), defaults.split(", "), strict=True))
+    groups = Config().model_dump()
+    real = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
+    assert {key: yaml.safe_load(text) for key, text in documented.items()} == real
 
 
 @pytest.mark.parametrize("name", series())

@@ -24,7 +24,12 @@ START_S = 180
 
 @pytest.fixture(scope="module")
 def laptop(serve_app_factory: Callable[..., Served]) -> Served:
-    config = {"replica": {"num_cpus": 0.1}, "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"}}
+    # float32: identical whatever shares the batch. The launcher's test runs the default, bfloat16 where there is one.
+    config = {
+        "model": {"dtype": "float32"},
+        "replica": {"num_cpus": 0.1},
+        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+    }
     return serve_app_factory("laptop", config)
 
 
