@@ -87,12 +87,13 @@ class ReplicaConfig(_Frozen):
 
 
 class IngressConfig(_Frozen):
-    """HTTP limits; a request over one is refused with the field's name. `request_timeout_s` bounds a whole answer; a
-    client may ask for less with the header x-request-timeout-seconds."""
+    """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
+    processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
+    the header x-request-timeout-seconds."""
 
     num_replicas: int = Field(1, ge=1)
     max_ongoing_requests: int = Field(1024, ge=1)
-    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    max_body_bytes: int = Field(3 * 1024 * 1024, ge=1024)
     max_messages: int = Field(2048, ge=1)
     max_choices: int = Field(16, ge=1)
     max_prompts: int = Field(64, ge=1)

@@ -25,7 +25,7 @@ _RESERVED_KWARGS = frozenset(
         *("messages", "conversation", "tools", "documents", "chat_template", "template", "self", "tokenize"),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens", "padding", "truncation"),
         *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-        *("processor_kwargs", "load_audio_from_video"),
+        *("processor_kwargs", "load_audio_from_video", "sanitize_control_tokens", "kwargs"),
     )
 )
 

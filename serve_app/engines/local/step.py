@@ -58,6 +58,9 @@ class Stepper:
         ready = self.scheduler.decode()
         if ready:
             self._guarded(ready, lambda: self._decode(ready))
+        self._report_load()
+
+    def _report_load(self) -> None:
         if self._metrics is not None:
             running = self.scheduler.running
             held = sum(sequence.committed for sequence in running)
@@ -155,6 +158,8 @@ class Stepper:
         """Take a sequence out and end its stream with finish_reason "abort"."""
         if not self.scheduler.remove(sequence):
             return False
+        # No step may follow that would report it.
+        self._report_load()
         ending = Ending("abort")
         sequence.sink(Chunk(sequence.index, (), "", None, ending.reason, None, _usage(sequence)))
         return True
