@@ -18,8 +18,10 @@ from serve_app.models import resolve, resolve_drafter
 
 MODEL = "smollm2-135m"
 
-SUBJECTS = ["photosynthesis", "the French Revolution", "binary search", "sourdough bread", "black holes", "compound interest",
-            "a lighthouse keeper", "prime numbers", "the water cycle", "chess openings"]  # fmt: skip
+SUBJECTS = [
+    "photosynthesis", "the French Revolution", "binary search", "sourdough bread", "black holes", "compound interest",
+    "a lighthouse keeper", "prime numbers", "the water cycle", "chess openings",
+]  # fmt: skip
 SHAPES = [
     "Explain {} to a child.",
     "List five facts about {}.",
