@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -88,7 +88,7 @@ class LocalEngine:
 
     # -- generation ------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         parts, loop = self._running()
         check_sampling(request.sampling, parts.vocab)
         prompt = await asyncio.to_thread(parts.prompts.encode, request)

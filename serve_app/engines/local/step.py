@@ -45,7 +45,7 @@ class Stepper:
         vocabulary: Vocabulary,
         metrics: EngineMetrics | None,
     ) -> None:
-        self._runner, self.scheduler, self._plan = runner, scheduler, plan
+        self._runner, self.scheduler, self.plan = runner, scheduler, plan
         self._vocabulary, self._metrics = vocabulary, metrics
         self.faults = 0  # steps in a row that raised
 
@@ -98,7 +98,7 @@ class Stepper:
         starts = [sequence.committed for sequence in sequences]
         tree = self._draft_tree(sequences, slots, starts)
         verified = self._runner.verify(slots, starts, tree)
-        accepted = accept(sequences, tree, verified.logits, self._plan.depth if self._plan else 0)
+        accepted = accept(sequences, tree, verified.logits, self.plan.depth if self.plan else 0)
         self._runner.commit(slots, starts, accepted)
         self._keep_features(sequences, accepted, verified.features)
         for row, tokens in enumerate(committed_tokens(tree.tokens, accepted)):
@@ -106,15 +106,15 @@ class Stepper:
 
     def _draft_tree(self, sequences: Seq[Sequence], slots: list[int], starts: list[int]) -> DraftTree:
         roots = [sequence.root for sequence in sequences]
-        if self._plan is None:
+        if self.plan is None:
             return root_tree(torch.tensor(roots, device=self._runner.target.device))
         pending = [Pending(sequence.pending, sequence.pending_len) for sequence in sequences]
         tokens, logps = self._runner.draft(slots, starts, roots, pending)
-        return self._plan.tree(roots, tokens, logps)
+        return self.plan.tree(roots, tokens, logps)
 
     def _keep_features(self, sequences: Seq[Sequence], accepted: Accepted, features: Tensor) -> None:
         """The next draft needs the features of what was just accepted: root … last accepted node."""
-        if self._plan is None:
+        if self.plan is None:
             return
         index = accepted.indices.clamp_min(0)[:, :, None].expand(-1, -1, features.shape[2])
         gathered = features.gather(1, index)

@@ -115,6 +115,7 @@ def write_drafter(path: Path, seed: int = 1, drop: str | None = None, **changes:
     generator = torch.Generator().manual_seed(seed)
     hidden, kv, mlp = 64, 32, 96
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shape: tuple[int, ...]
     shapes.update({"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)})
     for layer in range(2):
         attention = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
