@@ -46,12 +46,13 @@ class ModelConfig(_Frozen):
 
 class SpeculationConfig(_Frozen):
     """How drafts are made. `method`: `ddtree` verifies a draft tree, `chain` the drafter's argmax block, `none`
-    one token a step. `budget`: tree nodes without the root, "auto" for what measured best on the device."""
+    one token a step. `budget`: tree nodes without the root, "auto" for what measured best on the device and batch.
+    `top_k`: candidates per depth. `spine_first`: the whole top-1 chain is in every tree, the rest is best first."""
 
     method: Literal["ddtree", "chain", "none"] = "ddtree"
     budget: int | Literal["auto"] = "auto"
     top_k: int = Field(8, ge=1, le=64)
-    spine_first: bool = True
+    spine_first: bool = False
 
     @field_validator("budget")
     @classmethod

@@ -29,6 +29,7 @@ from serve_app.engines.local.sequence import Sequence, Sink
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.local.submission import Submission
 from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
+from serve_app.metrics import EngineMetrics
 
 # Faulty steps in a row after which health reports the engine unusable.
 _FAULTS = 3
@@ -49,6 +50,7 @@ class LocalEngine:
         self._config, self._registry = config, registry
         self._health_timeout = health_timeout_s
         self._parts: Parts | None = None
+        self._metrics: EngineMetrics | None = None
         self._loop: StepLoop | None = None
         self._starting = asyncio.Lock()
         self._lock = threading.Lock()
@@ -64,7 +66,8 @@ class LocalEngine:
         async with self._starting:
             if self._loop is not None:
                 return
-            self._parts = await asyncio.to_thread(load, self._config, self._registry)
+            self._parts = await asyncio.to_thread(load, self._config, self._registry, self._metrics)
+            self._metrics = self._parts.metrics
             self._dead = None
             self._loop = StepLoop(self._parts.stepper, self._on_death)
             self._loop.start()

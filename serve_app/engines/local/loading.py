@@ -30,6 +30,7 @@ from serve_app.graphs import FallbackReason
 from serve_app.metrics import EngineMetrics
 from serve_app.models import resolve, resolve_drafter
 
+_ALIGNMENT = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,10 +46,15 @@ class Parts:
     vocab: int
     end_tokens: frozenset[int]
     device: torch.device
+    metrics: EngineMetrics | None
 
 
-def load(config: Config, registry: CollectorRegistry | None) -> Parts:
+def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetrics | None = None) -> Parts:
     """Load everything that `config` names.
+
+    Args:
+        registry: where to declare the engine's series; None for no metrics.
+        metrics: the series of an earlier load into the same registry, to go on with.
 
     Raises:
         ModelFetchError: files cannot be had. ConfigError: they, or a key, cannot be used.
@@ -70,15 +76,19 @@ def load(config: Config, registry: CollectorRegistry | None) -> Parts:
         drafter_files = Checkpoint(where, device, dtype, param="model.drafter")
         spec = DrafterSpec.read(drafter_files.config)
     plan = TreePlan(config.speculation, spec.block_size, device) if spec else None
-    capacity = context + max([1, *(plan.widths() if plan else ()), spec.block_size if spec else 1])
+    margin = max([1, *(plan.widths() if plan else ()), spec.block_size if spec else 1])
+    # CUDA's attention kernels want masks whose rows are aligned.
+    capacity = -(-(context + margin) // _ALIGNMENT) * _ALIGNMENT
     target = Target(checkpoint, target_config, capacity, spec.feature_layers if spec else ())
     drafter = None
     if spec is not None and drafter_files is not None:
         spec.check_target(target.shape)
         drafter = Drafter(drafter_files, spec, capacity)
 
-    metrics = None
-    if registry is not None:
+    tokenizer = _tokenizer(files.path)
+    vocabulary = Vocabulary(tokenizer)
+    # Declared after everything that can be refused: a registry takes each series once.
+    if metrics is None and registry is not None:
         longest = spec.block_size if spec else 1
         metrics = EngineMetrics(registry, config.model.id, longest, [reason.value for reason in FallbackReason])
     slots = config.engine.max_running
@@ -95,8 +105,6 @@ def load(config: Config, registry: CollectorRegistry | None) -> Parts:
         on_fallback=metrics.graph_fallback if metrics else lambda role, reason: None,
     )
     runner.capture()
-    tokenizer = _tokenizer(files.path)
-    vocabulary = Vocabulary(tokenizer)
     return Parts(
         stepper=Stepper(runner, Scheduler(slots, config.engine.prefill_chunk), plan, vocabulary, metrics),
         runner=runner,
@@ -106,6 +114,7 @@ def load(config: Config, registry: CollectorRegistry | None) -> Parts:
         vocab=target.shape.vocab,
         end_tokens=_end_tokens(files.path, target_config, tokenizer),
         device=device,
+        metrics=metrics,
     )
 
 

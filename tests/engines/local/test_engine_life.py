@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from serve_app.config import Config
 from serve_app.engines.base import Chunk
@@ -208,7 +209,7 @@ async def test_stop_aborts_everything_and_ends_the_thread(make_config: Make) -> 
 
 
 async def test_it_can_start_again_after_a_stop(make_config: Make) -> None:
-    engine = LocalEngine(make_config())
+    engine = LocalEngine(make_config(), CollectorRegistry())
     for _ in range(2):
         await engine.start()
         await engine.start()
