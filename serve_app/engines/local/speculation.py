@@ -14,9 +14,10 @@ from torch import Tensor
 from serve_app.config import SpeculationConfig
 from serve_app.ddtree.tree import DraftTree, build_tree, chain_tree, max_nodes
 
-# (largest batch, budget). A step computes budget + 1 rows per request; a CPU's tile unit works on 16 rows at a time, and
-# budgets one below a multiple fill it. Measured on two cores with the laptop model, benchmarks/local_engine.py.
-CPU_BUDGETS = ((4, 15), (1 << 30, 7))
+# (largest batch, budget), measured on two cores with the laptop model (benchmarks/local_engine.py --sweep). A step
+# computes budget + 1 rows per request, and a CPU's tile unit works on 16 rows at a time: 15 nodes cost what 11 do. From
+# three requests on the arithmetic counts, no longer the reading of weights.
+CPU_BUDGETS = ((2, 15), (1 << 30, 7))
 # Not measured yet: a small batch leaves a GPU idle, a large one does not.
 CUDA_BUDGETS = ((4, 32), (8, 16), (1 << 30, 8))
 
