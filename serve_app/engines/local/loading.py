@@ -100,6 +100,7 @@ def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetr
         top_k=plan.top_k if plan else 1,
         batch_sizes=_batch_sizes(slots),
         widths=plan.widths() if plan else [1],
+        draft_widths=plan.blocks() if plan else [1],
         graphs=config.engine.cuda_graphs,
         on_replay=metrics.graph_replay if metrics else lambda role, padding: None,
         on_fallback=metrics.graph_fallback if metrics else lambda role, reason: None,

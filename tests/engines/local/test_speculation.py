@@ -25,6 +25,11 @@ def test_an_automatic_budget_shrinks_as_the_batch_grows(device: torch.device) ->
     assert {budget + 1 for budget in budgets} == set(made.widths())
 
 
+def test_a_draft_is_never_wider_than_the_drafters_block() -> None:
+    assert plan(block=6).blocks() == [6]
+    assert plan(block=16).block(1) == 16 > plan(block=16).block(8)
+
+
 def test_a_given_budget_holds_for_every_batch() -> None:
     made = plan(budget=20)
     assert (made.budget(1), made.budget(64), made.widths()) == (20, 20, [21])
