@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.protocol import Item, Job
 from tests.conftest import chat
 from tests.direct import direct_client, make_gateway
 
@@ -123,6 +125,23 @@ async def test_a_failure_in_mid_stream_is_an_error_frame_and_done() -> None:
     assert response.status_code == 200 and events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["code"] == "engine_error"
     assert sum("error" in event for event in events) == 1
+
+
+async def test_an_unexpected_fault_in_mid_stream_is_an_error_frame_without_details() -> None:
+    gateway = await make_gateway()
+    generate = gateway.backend.generate
+
+    async def broken(job: Job) -> AsyncIterator[Item]:
+        async for item in generate(job):
+            yield item
+            raise ArithmeticError("secret")
+
+    gateway.backend.generate = broken  # type: ignore[method-assign]
+    async with direct_client(gateway) as client:
+        response = await client.post(CHAT, json=chat("a b", stream=True))
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
 
 
 @pytest.mark.parametrize("stream", [True, False])
