@@ -157,7 +157,7 @@ async def test_a_request_out_of_time_is_answered_and_not_to_be_retried(stream: b
 async def test_a_stream_out_of_time_ends_with_an_error_frame() -> None:
     async with direct_client() as client:
         response = await client.post(
-            CHAT, json=chat("a delay=0.15 b c d e", stream=True), headers={"x-request-timeout-seconds": "0.4"}
+            CHAT, json=chat("a delay=0.1 repeat=500", stream=True), headers={"x-request-timeout-seconds": "2"}
         )
     assert '"code":"deadline_exceeded"' in response.text and response.text.endswith("data: [DONE]\n\n")
 
