@@ -88,6 +88,11 @@ class LocalEngine:
             for sequence in self._parts.stepper.scheduler.everything():
                 self._parts.stepper.scheduler.remove(sequence)
                 sequence.sink(EngineFailed(self._dead))
+        # Also those whose sequences were posted and never reached the scheduler.
+        with self._lock:
+            waiting, self._posted = list(self._submissions.values()), 0
+        for submission in waiting:
+            submission.sequences[0].sink(EngineFailed(self._dead))
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -118,9 +123,10 @@ class LocalEngine:
                 raise InvalidRequest("a request with this id is already running", param="request_id")
             if scheduler.queued + self._posted + wanted > self._config.engine.max_queued + scheduler.free:
                 raise Overloaded("the engine's queue is full", retry_after=1)
+            if not loop.post(partial(self._add, parts, submission)):
+                raise NotReady("the engine is stopping")
             self._submissions[request_id] = submission
             self._posted += wanted
-        loop.post(partial(self._add, parts, submission))
 
     def _add(self, parts: Parts, submission: Submission) -> None:
         with self._lock:
@@ -157,7 +163,8 @@ class LocalEngine:
         sink = partial(loop.send, submission.loop, submission.receive)
         prompt = [min(parts.end_tokens, default=0)]
         submission.sequences.append(_sequence(parts, submission, 0, prompt, params, 0, 1, sink, probe=True))
-        loop.post(partial(parts.stepper.scheduler.add, submission.sequences[0]))
+        if not loop.post(partial(parts.stepper.scheduler.add, submission.sequences[0])):
+            raise NotReady("the engine is stopping")
         try:
             async with asyncio.timeout(self._health_timeout):
                 async for _ in submission.chunks():

@@ -67,9 +67,11 @@ def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetr
     context = _context(config, target_config)
     checkpoint = Checkpoint(files.path, device, dtype, param="model.source")
 
-    drafts = config.speculation.method != "none" and config.speculation.budget != 0
+    method = config.speculation.method
+    # The budget is the tree's; a chain is as long as the block.
+    drafts = method == "chain" or (method == "ddtree" and config.speculation.budget != 0)
     where = resolve_drafter(config.model.drafter, files) if drafts else None
-    if where is None and config.speculation.method == "chain":
+    if where is None and method == "chain":
         raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
     spec = drafter_files = None
     if where is not None:

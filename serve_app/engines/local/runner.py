@@ -129,10 +129,6 @@ class ModelRunner:
         if self.drafter is not None:
             self._draft_graphs.release()
 
-    def kv_tokens(self) -> int:
-        """Positions that all usable slots hold together."""
-        return self._cache.slots * self._capacity
-
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:

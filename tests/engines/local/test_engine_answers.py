@@ -38,7 +38,14 @@ async def test_method_and_batch_do_not_change_the_answer(make_config: Make, temp
         return [request("x" * n, temperature=temperature, seed=n, max_tokens=10 + n) for n in (1, 5, 40, 90, 2, 7)]
 
     answers = []
-    for speculation in ({"method": "none"}, {"method": "chain"}, {"budget": 20}, {"budget": 0}):
+    variants = (
+        {"method": "none"},
+        {"method": "chain"},
+        {"method": "chain", "budget": 0},
+        {"budget": 20},
+        {"budget": 0},
+    )
+    for speculation in variants:
         async with running(make_config(speculation=speculation)) as engine:
             alone = [(await collect(engine, one)).tokens for one in requests()]
             together = [one.tokens for one in await asyncio.gather(*(collect(engine, r) for r in requests()))]
