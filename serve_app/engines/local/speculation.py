@@ -49,7 +49,7 @@ class TreePlan:
         self.depth = block_size - 1
         self.top_k = 1 if self.method == "chain" else config.top_k
         self._spine_first = config.spine_first
-        rules = CUDA_RULES if device.type == "cuda" else CPU_RULES
+        rules: tuple[Rule, ...] = CUDA_RULES if device.type == "cuda" else CPU_RULES
         if self.method == "chain":
             rules = (Rule(_ANY, self.depth, block_size),)
         elif config.budget != "auto":
