@@ -119,6 +119,8 @@ async def test_chat_messages_go_through_the_template(make_config: Make) -> None:
         ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, Unsupported, "tools", ""),
         ({"prompt": ""}, InvalidRequest, "prompt", "empty"),
+        ({"prompt": "a\ud800"}, InvalidRequest, "prompt", "Unicode"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, InvalidRequest, "messages", "Unicode"),
         ({"prompt_token_ids": (VOCAB,)}, InvalidRequest, "prompt", str(VOCAB - 1)),
         ({"prompt": "x" * 256}, ContextLengthExceeded, "prompt", "256"),
         ({"prompt": "x" * 250, "max_tokens": 7}, ContextLengthExceeded, "max_tokens", "257"),
