@@ -43,6 +43,7 @@ def serve_port() -> Iterator[int]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "serve_app.edge.middlewares"
     import ray
     from ray import serve
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.config import Config
 from serve_app.engines.base import ModelInfo
-from serve_app.errors import EngineFailed, ServeError
+from serve_app.errors import EngineFailed, NotReady, ServeError
 from serve_app.ingress.backend import Backend
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
@@ -62,6 +62,7 @@ class Generation(Response):
                 async with bounded(receive, self._deadline_at):
                     body = await self._run(send)
         except ServeError as error:
+            self._doubt(error)
             if not self._streaming or isinstance(error, Disconnected):
                 raise
             body = self._broken(error)
@@ -121,7 +122,13 @@ class Generation(Response):
         self._fail(error)
         return error_frames(error)
 
+    def _doubt(self, error: ServeError) -> None:
+        """After a lost replica or a failed engine, earlier tokens prove nothing to /ready."""
+        if isinstance(error, (NotReady, EngineFailed)):
+            self._gateway.last_token_at = None
+
     def _fail(self, error: ServeError) -> None:
+        self._doubt(error)
         self._record.error, self._record.status = error, error.status
         self._gateway.metrics.stream_errors.labels(self._record.model).inc()
 

@@ -215,3 +215,20 @@ async def test_an_unexpected_fault_is_an_envelope_without_details() -> None:
         response = await client.get("/v1/models")
     assert (response.status_code, envelope(response)["code"]) == (500, "internal_error")
     assert "NoneType" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_takes_back_what_earlier_tokens_proved(stream: bool) -> None:
+    gateway = await make_gateway({"ingress": {"ready_max_age_s": 60}})
+    async with direct_client(gateway) as client:
+        await client.post(CHAT, json=chat("a"))
+        assert gateway.last_token_at is not None
+        await client.post(CHAT, json=chat("a b fail_at=1", stream=stream))
+        assert gateway.last_token_at is None
+
+
+async def test_a_timeout_forwarded_by_the_edge_is_obeyed() -> None:
+    async with direct_client() as client:
+        headers = {"x-ddtree-timeout-seconds": "0.1"}
+        response = await client.post(CHAT, json=chat("stall=9 a"), headers=headers)
+    assert (response.status_code, envelope(response)["code"]) == (504, "deadline_exceeded")

@@ -88,6 +88,16 @@ async def test_logprobs_equal_a_teacher_forced_score(make_config: Make, tiny: Pa
         assert entry.top[0].token_id == int(row.argmax())
 
 
+async def test_bytes_of_logprobs_add_up_to_the_text_whatever_special_tokens_come(make_config: Make) -> None:
+    bias = dict.fromkeys((1, 2, 40, 50, 60), 100.0)
+    async with running(make_config()) as engine:
+        wanted = request(temperature=2.0, seed=3, logprobs=0, max_tokens=40, ignore_eos=True, logit_bias=bias)
+        answer = await collect(engine, wanted)
+    assert {1, 2} & set(answer.tokens) and {40, 50, 60} & set(answer.tokens)
+    assert b"".join(bytes(entry.bytes) for entry in answer.logprobs).decode() == answer.text
+    assert {entry.token for entry in answer.logprobs if not entry.bytes} <= {"<|im_start|>", "<|im_end|>"}
+
+
 async def test_text_tokens_and_usage_agree(make_config: Make) -> None:
     async with running(make_config()) as engine:
         answer = await collect(engine, request("some prompt", max_tokens=50, ignore_eos=True))
