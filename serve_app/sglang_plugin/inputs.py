@@ -32,15 +32,13 @@ class DDTreeVerifyInput(EagleVerifyInput):
     def tree_topk(self) -> int:
         return -1  # no fixed branching per level
 
-    def prepare_for_verify(self, batch: Any, target_worker: Any) -> tuple[ForwardBatch, bool]:
+    def prepare_for_verify(self, batch: Any, target_worker: Any) -> ForwardBatch:
         """The verify forward, planned for replay if a graph takes it.
 
         Args:
             batch: SGLang's ScheduleBatch of the running step; `out_cache_loc` int64 [B·N] is already set, gathered
                 once before the draft. It must not be read from the request table again: from the moment the scheduler is
                 told that this step has read the table, it may rewrite it.
-        Returns:
-            (forward batch, whether a captured graph will serve it).
         """
         batch.input_ids = self.draft_token
         batch.spec_info = self
@@ -52,11 +50,10 @@ class DDTreeVerifyInput(EagleVerifyInput):
             return_hidden_states_before_norm=False,
         )
         runner = target_worker.model_runner.decode_cuda_graph_runner
-        replay = bool(runner and runner.can_run_graph(forward_batch))
-        if replay:
+        if runner and runner.can_run_graph(forward_batch):
             runner.load_batch(forward_batch)
             forward_batch.mark_forward_metadata_ready()
-        return forward_batch, replay
+        return forward_batch
 
 
 def verify_input(
