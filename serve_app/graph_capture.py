@@ -6,6 +6,7 @@ What this module does not do: own the buffers that a captured forward reads, or 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -51,15 +52,39 @@ class CudaCapturer:
                     forward()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads of the process may allocate or synchronise meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                output = forward()
+            try:
+                output = self._record(graph, forward)
+            except Exception:
+                self._recover(graph)
+                raise
 
         def replay() -> Any:
             graph.replay()
             return output
 
         return replay
+
+    def _record(self, graph: torch.cuda.CUDAGraph, forward: Callable[[], Any]) -> Any:
+        # thread_local: other threads of the process may allocate or synchronise meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            return forward()
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Make the process usable after a capture that the driver invalidated (a forward that synchronises does that).
+
+        torch 2.11 then skips the end of its own bookkeeping: the pool stays "recording", so every later capture into it
+        fails, and the default generator stays "capturing", so every later random number fails.
+        """
+        with suppress(RuntimeError):
+            graph.reset()
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        # Graphs captured so far keep the old pool alive.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)
+        # A capture that succeeds resets the generator.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=self._device)
 
 
 class RerunCapturer:

@@ -46,10 +46,11 @@ def _serve_run(host: str, port: int) -> int:
     from ray import serve
     from ray.serve.scripts import cli
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
     try:
         ray.init(namespace="serve")
+        # After ray.init, which installs handlers of its own.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
         serve.start(http_options={"host": host, "port": port})
         cli(["run", "serve_app:app"], standalone_mode=False)
     except KeyboardInterrupt:

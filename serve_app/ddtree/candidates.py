@@ -23,15 +23,15 @@ class CandidateTable:
     """C candidates in lexicographic order of their rank tuples, the root (empty tuple) first.
 
     Attributes:
-        paths: int64 [D·C], depth-major: for each depth the column of the flat [1 + D·K] log-probs that the candidate
-            adds there; column 0 holds 0 and stands for "not that deep".
+        paths: per depth int64 [C], the column of the flat [1 + D·K] log-probs that each candidate adds there; column 0
+            holds 0 and stands for "not that deep".
         column, depth, rank: int64 [C], of the candidate's own token (root: 0).
         parent: int64 [C], index of the parent candidate (root: C).
         order: int64 [C], 0..C-1, the tie-break.
         spine: the chain (0), (0,0), … are candidates 1..spine; 0 unless it is to be chosen first.
     """
 
-    paths: Tensor
+    paths: tuple[Tensor, ...]
     column: Tensor
     depth: Tensor
     rank: Tensor
@@ -46,7 +46,7 @@ def candidate_table(
 ) -> CandidateTable | None:
     """The table for trees of `budget` nodes over `depth` × `k` log-probs; None when it exceeds `limit` candidates.
 
-    Made once per argument tuple, on the host: call it before capturing a CUDA graph that uses it.
+    Made once per argument tuple, on the host, in up to a second: run once before capturing a CUDA graph that uses it.
     """
     depth = min(depth, budget)
     spine = depth if spine_first else 0
@@ -75,7 +75,7 @@ def candidate_table(
     parents[0] = size
     padded = torch.tensor([path + (0,) * (depth - len(path)) for path in paths], dtype=torch.int64, device=device)
     return CandidateTable(
-        paths=padded.T.reshape(-1),
+        paths=padded.T.contiguous().unbind(0),
         column=torch.tensor([path[-1] if path else 0 for path in paths], device=device),
         depth=depths,
         rank=ranks,
