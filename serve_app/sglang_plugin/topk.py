@@ -74,7 +74,7 @@ def _gather(tp_group: Any, part: Tensor) -> Tensor:
     ranks = int(tp_group.world_size)
     out = part.new_empty((ranks * part.shape[0], part.shape[1]))
     tp_group.all_gather_into_tensor(out, part)
-    return out.view(ranks, *part.shape).transpose(0, 1).reshape(part.shape[0], -1)
+    return out.view(ranks, *part.shape).transpose(0, 1).reshape(part.shape[0], -1).contiguous()
 
 
 @triton.jit
