@@ -42,7 +42,7 @@ from serve_app.sglang_plugin import metrics
 from serve_app.sglang_plugin.args import commit_in_graph, options
 from serve_app.sglang_plugin.commit import CommitBuffers, KVMover, Outcome, accept
 from serve_app.sglang_plugin.graph import Fallback, state_bytes
-from serve_app.sglang_plugin.inputs import DDTreeDraftInput, verify_input
+from serve_app.sglang_plugin.inputs import DDTreeDraftInput, DDTreeVerifyInput, verify_input
 from serve_app.sglang_plugin.plugin import PluginError, assert_installed
 from serve_app.sglang_plugin.prepare import prepare_step
 from serve_app.sglang_plugin.sampling import sample_nodes
@@ -277,11 +277,15 @@ class DDTreeWorker(DFlashWorkerV2):
             write_mask(mask, trees.parents, batch.seq_lens)
         tree = verify_input(self.chosen, mask, trees.tokens.reshape(-1), trees.positions.reshape(-1), trees.links)
         batch.out_cache_loc = slots.reshape(-1)
-        forward_batch = tree.prepare_for_verify(batch, self.target_worker)
-        done = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        done, forward_batch = self._target_forward(batch, tree)
         if done.logits_output.hidden_states is None:
             raise PluginError("the target returned no features: it has no layers to capture for the drafter")
         return done.logits_output, bool(done.can_run_cuda_graph), forward_batch
+
+    def _target_forward(self, batch: Any, tree: DDTreeVerifyInput) -> tuple[GenerationBatchResult, ForwardBatch]:
+        forward_batch = tree.prepare_for_verify(batch, self.target_worker)
+        done = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        return done, forward_batch
 
     def _fresh_mask(self, batch: Any, size: int) -> Tensor:
         """All-visible mask of this step, of the exact size where the host knows it and a bound of it where not."""
