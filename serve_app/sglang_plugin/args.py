@@ -4,7 +4,7 @@
 |---|---|---|
 | --speculative-num-draft-tokens | rows per verify step: tree budget + 1 (the root) | 33 |
 | --speculative-eagle-topk | candidates per depth that the tree may use; 1 gives DFLASH's chain | 8 |
-| --speculative-dflash-block-size | the drafter's block, of which all but the first slot are drafted | the drafter's own |
+| --speculative-dflash-block-size | the drafter's block; all but its first slot are drafted | the drafter's own |
 
 SGLANG_DDTREE_COMMIT_IN_GRAPH=0 takes acceptance and KV compaction out of the captured verify graph.
 

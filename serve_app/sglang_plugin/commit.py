@@ -157,7 +157,7 @@ def _accept(
     tl.store(source + to, tl.load(cache_loc + base + tl.where(taken, nodes, step), mask=inside, other=0), mask=inside)
     emitted = tl.load(posterior + base + nodes, mask=inside, other=0)
     tl.store(result + to, tl.where(taken, emitted, 0), mask=inside)
-    tail = result + capacity.to(tl.int64) * path + request
+    tail = result + capacity * path + request
     tl.store(tail, count.to(tl.int64))
     tl.store(tail + capacity, bonus)
     tl.store(tail + 2 * capacity, tl.load(starts + request).to(tl.int64) + count)

@@ -90,11 +90,15 @@ def forward_raw(original: Callable[..., Any], model_runner: Any, forward_batch: 
     return output
 
 
-def triton_graph_state(original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *a: Any, **k: Any):
+def triton_graph_state(
+    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *a: Any, **k: Any
+):
     _bounded("bound_triton_state", original, backend, max_bs, max_num_tokens, a, k)
 
 
-def flashinfer_graph_state(original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *a: Any, **k: Any):
+def flashinfer_graph_state(
+    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *a: Any, **k: Any
+):
     _bounded("bound_flashinfer_state", original, backend, max_bs, max_num_tokens, a, k)
 
 
@@ -131,7 +135,9 @@ HOOKS = (
     Hook(_SRT + "speculative.spec_utils.spec_need_hidden_states", need_hidden_states, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", decode_runner_class, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._forward_raw", forward_raw, "AROUND"),
-    Hook(_SRT + "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state", triton_graph_state, "AROUND"),
+    Hook(
+        _SRT + "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state", triton_graph_state, "AROUND"
+    ),
     Hook(
         _SRT + "layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
         flashinfer_graph_state,

@@ -36,9 +36,9 @@ class DDTreeVerifyInput(EagleVerifyInput):
         """The verify forward, planned for replay if a graph takes it.
 
         Args:
-            batch: SGLang's ScheduleBatch of the running step; `out_cache_loc` int64 [B·N] is already set, gathered
-                once before the draft. It must not be read from the request table again: from the moment the scheduler is
-                told that this step has read the table, it may rewrite it.
+            batch: SGLang's ScheduleBatch of the running step; `out_cache_loc` int64 [B·N] is already set, gathered once
+                before the draft. It must not be read from the request table again: once the scheduler is told that this
+                step has read the table, it may rewrite it.
         """
         batch.input_ids = self.draft_token
         batch.spec_info = self
@@ -100,8 +100,8 @@ class DDTreeDraftInput(DFlashDraftInputV2):
     def prepare_for_decode(self, batch: Any) -> None:
         """Reserve the KV slots of this step and the next, in the scheduler, before the step is launched.
 
-        The host lags one step behind under overlap, hence two steps' worth. The end of the reservation is aligned to the
-        page: the allocator hands out whole pages, and what is not recorded as allocated would never be freed.
+        The host lags one step behind under overlap, hence two steps' worth. The reservation ends on a page: the
+        allocator hands out whole pages, and what is not recorded as allocated would never be freed.
         """
         size = batch.batch_size()
         if size == 0:

@@ -33,7 +33,7 @@ _exporter: Exporter | None = None
 
 
 def start(model: str, chosen: Options, enabled: bool) -> None:
-    """Called by the worker: from here on this process counts, if `enabled` (metrics are on, and it is the first rank)."""
+    """Called by the worker: from here on this process counts, if `enabled` (metrics are on and it is rank 0)."""
     global _exporter
     if not enabled or _exporter is not None:
         return

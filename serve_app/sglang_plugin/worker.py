@@ -238,7 +238,7 @@ class DDTreeWorker(DFlashWorkerV2):
                 self._draft_tail(drafted.logits_output.hidden_states, block_ids.view(-1), batch.seq_lens)
 
     def _host_lengths(self, batch: Any, draft_input: Any) -> tuple[Tensor, int]:
-        """Upper bounds of the drafter's context for backends that plan on the host: (int32 [B] on the CPU, their sum)."""
+        """Bounds of the drafter's context for backends that plan on the host: (int32 [B] on the CPU, their sum)."""
         lengths = self._draft_seq_lens_cpu_buf[: len(batch.seq_lens)]
         if batch.seq_lens_cpu is not None:
             lengths.copy_(batch.seq_lens_cpu).add_(self.block_size)

@@ -83,7 +83,7 @@ def test_a_missing_hook_is_an_error_not_a_log_line(sglang: ModuleType, monkeypat
 
     undone = allocation_sizing.get_alloc_len_per_decode.__wrapped__
     monkeypatch.setattr(allocation_sizing, "get_alloc_len_per_decode", undone)
-    with pytest.raises(PluginError, match="hook on sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode"):
+    with pytest.raises(PluginError, match="allocation_sizing"):
         assert_installed()
 
 
@@ -105,8 +105,9 @@ def test_the_worker_overrides_methods_that_exist(sglang: ModuleType) -> None:
 
 def arguments(**changes: Any) -> SimpleNamespace:
     fields: dict[str, Any] = {
-        "device": "cuda", "speculative_draft_model_path": "drafter", "pp_size": 1, "speculative_draft_window_size": None,
-        "speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0,
+        "device": "cuda", "speculative_draft_model_path": "drafter", "pp_size": 1,
+        "speculative_draft_window_size": None, "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
     }  # fmt: skip
     return SimpleNamespace(**{**fields, **changes})
 
@@ -166,7 +167,9 @@ def test_widths_that_work(chosen: Options) -> None:
     check_widths(chosen)
 
 
-@pytest.mark.parametrize("chosen", [Options(1, 8, 16), Options(129, 8, 16), Options(33, 0, 16), Options(17, 1, 16), Options(33, 8, 1)])
+@pytest.mark.parametrize(
+    "chosen", [Options(1, 8, 16), Options(129, 8, 16), Options(33, 0, 16), Options(17, 1, 16), Options(33, 8, 1)]
+)
 def test_widths_that_do_not(chosen: Options) -> None:
     with pytest.raises(ValueError, match=r"--speculative-"):
         check_widths(chosen)

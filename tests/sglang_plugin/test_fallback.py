@@ -1,4 +1,4 @@
-"""The classifier gives a reason exactly where SGLang's own runner refuses, and the reason is the condition that held."""
+"""The classifier gives a reason where SGLang's own runner refuses, and the reason is the condition that held."""
 
 from types import ModuleType, SimpleNamespace
 from typing import Any

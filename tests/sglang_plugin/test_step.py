@@ -109,7 +109,13 @@ def worker(target: Target, chosen: Options, monkeypatch: pytest.MonkeyPatch) -> 
             return SimpleNamespace(logits_output=out, can_run_cuda_graph=False), None
 
         def _append_target_hidden_to_draft_kv_by_loc(
-            self, *, target_hidden: Tensor, cache_loc: Tensor, positions: Tensor, cache_loc_2d: Tensor, commit_lens: Tensor
+            self,
+            *,
+            target_hidden: Tensor,
+            cache_loc: Tensor,
+            positions: Tensor,
+            cache_loc_2d: Tensor,
+            commit_lens: Tensor,
         ) -> None:
             kept = torch.arange(cache_loc_2d.shape[1]) < commit_lens[:, None]
             assert torch.equal(target_hidden[kept.view(-1), 1].long(), positions[kept.view(-1)])
