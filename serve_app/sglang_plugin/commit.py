@@ -124,7 +124,7 @@ class KVMover:
 
 
 @triton.jit
-def _accept(
+def _accept(  # type: ignore[no-untyped-def]
     tokens, parents, posterior, starts, cache_loc, enabled, rows, source, target, lengths, result, width, path,
     capacity, LANES: tl.constexpr, PATH: tl.constexpr, HEED: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def _accept(
 
 
 @triton.jit
-def _move(pointers, words, source, target, lengths, path, PATH: tl.constexpr, TILE: tl.constexpr):
+def _move(pointers, words, source, target, lengths, path, PATH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     cache = tl.program_id(0)
     request = tl.program_id(1)
     length = tl.load(lengths + request)

@@ -91,19 +91,19 @@ def forward_raw(original: Callable[..., Any], model_runner: Any, forward_batch: 
 
 
 def triton_graph_state(
-    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *a: Any, **k: Any
-):
-    _bounded("bound_triton_state", original, backend, max_bs, max_num_tokens, a, k)
+    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any
+) -> None:
+    _bounded("bound_triton_state", original, backend, max_bs, max_num_tokens, args, kwargs)
 
 
 def flashinfer_graph_state(
-    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *a: Any, **k: Any
-):
-    _bounded("bound_flashinfer_state", original, backend, max_bs, max_num_tokens, a, k)
+    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any
+) -> None:
+    _bounded("bound_flashinfer_state", original, backend, max_bs, max_num_tokens, args, kwargs)
 
 
 def _bounded(
-    name: str, original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, args: tuple, kwargs: dict
+    name: str, original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, args: Any, kwargs: Any
 ) -> None:
     """SGLang's index buffer would be rows × context; a caller that brings buffers of its own keeps them."""
     if args or kwargs or _running() is None:

@@ -37,7 +37,7 @@ def prepare_step(
 
 
 @triton.jit
-def _prepare(
+def _prepare(  # type: ignore[no-untyped-def]
     roots, starts, requests, table, ids, positions, block_slots, slots, stride, length, mask_token, block, width,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip

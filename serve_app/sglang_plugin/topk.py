@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def topk_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def topk_logprobs(logits: Tensor, k: int, *, first_id: int = 0, tp_group: Any = 
     return _merge(gathered[1], gathered[0], gathered[2], gathered[3], k, True)[:2]
 
 
-def _empty(device: torch.device, rows: int, parts: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty(device: torch.device, rows: int, parts: int, k: int) -> Parts:
     return (
         torch.empty((rows, parts * k), dtype=torch.float32, device=device),
         torch.empty((rows, parts * k), dtype=torch.int64, device=device),
@@ -57,7 +58,7 @@ def _empty(device: torch.device, rows: int, parts: int, k: int) -> tuple[Tensor,
     )
 
 
-def _merge(values: Tensor, ids: Tensor, peaks: Tensor, sums: Tensor, k: int, normalise: bool) -> tuple[Tensor, ...]:
+def _merge(values: Tensor, ids: Tensor, peaks: Tensor, sums: Tensor, k: int, normalise: bool) -> Parts:
     """(ids, values, peak, sum) of the union of parts; the values as log-probs if `normalise`."""
     rows, parts = peaks.shape
     best, best_ids, peak, total = _empty(values.device, rows, 1, k)
@@ -78,7 +79,7 @@ def _gather(tp_group: Any, part: Tensor) -> Tensor:
 
 
 @triton.jit
-def _slice_topk(
+def _slice_topk(  # type: ignore[no-untyped-def]
     logits, values, ids, peaks, sums, stride, vocab, first_id, k, chunks, CHUNK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,7 @@ def _slice_topk(
 
 
 @triton.jit
-def _merge_topk(
+def _merge_topk(  # type: ignore[no-untyped-def]
     values, ids, peaks, sums, best_values, best_ids, best_peak, best_sum, k, parts,
     CANDIDATES: tl.constexpr, PARTS: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip

@@ -93,7 +93,7 @@ def write_mask(mask: Tensor, parents: Tensor, starts: Tensor) -> None:
 
 
 @triton.jit
-def _build(
+def _build(  # type: ignore[no-untyped-def]
     tokens, logps, roots, starts, out_tokens, out_positions, out_parents, out_index, out_next_token, out_next_sibling,
     root_stride, width, depths, k, FLOOR, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def _build(
 
 
 @triton.jit
-def _mask(mask, parents, starts, width, LANES: tl.constexpr, REQUESTS: tl.constexpr):
+def _mask(mask, parents, starts, width, LANES: tl.constexpr, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
     request = tl.program_id(0)
     node = tl.program_id(1)
     others = tl.arange(0, REQUESTS)

@@ -63,6 +63,9 @@ class Head:
 class DDTreeWorker(DFlashWorkerV2):
     """SGLang constructs it in the scheduler, on a draft-only copy of the server arguments."""
 
+    _fused_kv_helper: Any
+    _mover: KVMover
+
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         assert_installed()
         self.chosen = options(server_args)
@@ -76,7 +79,6 @@ class DDTreeWorker(DFlashWorkerV2):
         self._tail_in_draft_graph = False
         self._tail_in_verify_graph = False
         self._commit_flag = True
-        self._mover: KVMover | None = None
         self._graph_kv_helper: Any = None
         enabled = server_args.enable_metrics and ps.tp_rank == 0
         metrics.start(server_args.served_model_name or server_args.model_path, self.chosen, enabled)
