@@ -71,16 +71,23 @@ class LocalEngine:
             self._dead = None
             self._loop = StepLoop(self._parts.stepper, self._on_death)
             self._loop.start()
-            await self.health()
+            try:
+                await self.health()
+            except BaseException:
+                await self._end()
+                raise
 
     async def stop(self) -> None:
         async with self._starting:
-            loop, parts, self._loop = self._loop, self._parts, None
-            if loop is None or parts is None:
-                return
-            await asyncio.to_thread(loop.stop, partial(_abort_all, parts))
-            parts.runner.release()
-            self._parts = None
+            await self._end()
+
+    async def _end(self) -> None:
+        loop, parts, self._loop = self._loop, self._parts, None
+        if loop is None or parts is None:
+            return
+        await asyncio.to_thread(loop.stop, partial(_abort_all, parts))
+        parts.runner.release()
+        self._parts = None
 
     def _on_death(self, error: BaseException) -> None:
         self._dead = f"the step loop died: {type(error).__name__}"
@@ -121,6 +128,9 @@ class LocalEngine:
         with self._lock:
             if request_id in self._submissions:
                 raise InvalidRequest("a request with this id is already running", param="request_id")
+            most = self._config.engine.max_queued + self._config.engine.max_running
+            if wanted > most:  # not Overloaded: it would never fit
+                raise InvalidRequest(f"n may be at most {most}, the slots and the queue together", param="n")
             if scheduler.queued + self._posted + wanted > self._config.engine.max_queued + scheduler.free:
                 raise Overloaded("the engine's queue is full", retry_after=1)
             if not loop.post(partial(self._add, parts, submission)):

@@ -171,7 +171,11 @@ def _end_tokens(path: Path, target_config: Any, tokenizer: Any) -> frozenset[int
     found: set[int] = set()
     generation: dict[str, Any] = {}
     if (path / "generation_config.json").exists():
-        generation = json.loads((path / "generation_config.json").read_text())
+        try:
+            generation = json.loads((path / "generation_config.json").read_text())
+        except ValueError as error:
+            reason = f"{path / 'generation_config.json'} is not JSON: {error}"
+            raise ConfigError(reason, param="model.source") from None
     for value in (target_config.eos_token_id, generation.get("eos_token_id")):
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     if not found and tokenizer.eos_token_id is not None:
