@@ -64,7 +64,7 @@ def choose_slots(blocks: int, block: int, sampled: bool, device: torch.device) -
     deep = [lo + (torch.rand(blocks, 1, device=device) * n).long().clamp(max=n - 1) for lo, n in edges]
     times = torch.ones(5 + len(edges), device=device)
     for i, (_, n) in enumerate(edges):
-        times[5 + i] = n
+        times[5 + i : 6 + i].fill_(n)
     return torch.cat([every[:5].expand(blocks, -1), *deep], 1), times
 
 
@@ -86,6 +86,7 @@ class Trainer:
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)  # fresh rows to look at begin here
         self.fresh = torch.zeros(2, device=device)  # sum of correct prefix lengths, blocks
         self.stats = torch.zeros(3, shape.block, device=device)  # per depth: slots, hits, sum of logq
+        self.train_rows = pool.tokens.shape[0]  # training draws from the first rows only
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def blocks(self, pool: Pool, rows: Tensor, anchor: Tensor, blen: Tensor) -> Blocks:
@@ -102,7 +103,7 @@ class Trainer:
     def train_step(self) -> None:
         """One update on random rows of the pool."""
         s, device, mix = self.shape.block, self.scale.device, self.mix
-        rows = torch.randint(0, self.pool.tokens.shape[0], (self.batch_rows,), device=device)
+        rows = torch.randint(0, self.train_rows, (self.batch_rows,), device=device)
         anchor, valid = choose_anchors(self.pool, rows, self.anchors)
         blen = torch.where(torch.rand(self.batch_rows, 1, device=device) < mix.short, s // 2, s)
         blocks = self.blocks(self.pool, rows, anchor, blen)

@@ -117,6 +117,7 @@ class Run:
         facts = {"spent": self.spent, "steps": self.steps, "tokens": self.tokens, "best": self.best, "next_chat": int(self.writer.next_chat),
                  "draw_seed": int(self.writer.seed), "history": self.history}
         self.args.state.with_suffix(".json").write_text(json.dumps(facts))
+        (self.args.out / "continuations.json").write_text(json.dumps(self.held.texts()))
 
     def write_slot(self, slot: int) -> None:
         """Fill a slot with new text and log how the drafter does on it before training sees it."""
@@ -222,9 +223,9 @@ def parser() -> argparse.ArgumentParser:
     add("--eval-seconds", type=float, default=90)
     add("--full-begin", action="store_true", help="evaluate trees before training too")
     for name, value in (("layers", 5), ("block", 16), ("mask-id", 16), ("im-end", 2), ("rows", 2560), ("slots", 4), ("length", 768),
-                        ("batch-rows", 64), ("anchors", 48), ("chunk-blocks", 1024), ("seed", 1), ("eval-length", 640)):
+                        ("batch-rows", 64), ("anchors", 48), ("chunk-blocks", 1024), ("seed", 1), ("eval-length", 400)):
         add(f"--{name}", type=int, default=value)
-    for name, value in (("lr", 3e-3), ("weight-decay", 0.03), ("epochs", 0.5), ("decay-from", 0.6), ("warm-seconds", 10.0), ("hard", 0.5),
+    for name, value in (("lr", 4e-3), ("weight-decay", 0.03), ("epochs", 0.5), ("decay-from", 0.6), ("warm-seconds", 10.0), ("hard", 0.5),
                         ("gamma", 7.0), ("reach", 0.5), ("greedy-tau", 0.6), ("short", 0.25)):
         add(f"--{name}", type=float, default=value)
     add("--all-slots", action="store_true", help="loss on every slot instead of a sample of the deep ones")
