@@ -80,31 +80,36 @@ class ReplicaConfig(_Frozen):
     num_cpus: float = Field(1, ge=0)
     num_gpus: float = Field(0, ge=0)
     max_ongoing_requests: int = Field(512, ge=1)
-    health_check_period_s: float = Field(10, gt=0)
+    health_check_period_s: float = Field(5, gt=0)
     health_check_timeout_s: float = Field(30, gt=0)
     graceful_shutdown_timeout_s: float = Field(30, ge=0)
     max_constructor_retry_count: int = Field(3, ge=1)
 
 
 class IngressConfig(_Frozen):
-    """HTTP limits; a request over one is refused with the field's name."""
+    """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
+    processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
+    the header x-request-timeout-seconds."""
 
     num_replicas: int = Field(1, ge=1)
     max_ongoing_requests: int = Field(1024, ge=1)
-    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024)
+    max_body_bytes: int = Field(3 * 1024 * 1024, ge=1024)
     max_messages: int = Field(2048, ge=1)
     max_choices: int = Field(16, ge=1)
     max_prompts: int = Field(64, ge=1)
     request_timeout_s: float = Field(600, gt=0)
     ready_max_age_s: float = Field(30, gt=0)
+    ready_timeout_s: float = Field(5, gt=0)
 
 
 class MetricsConfig(_Frozen):
-    """Each process exports on its own port: 0 picks a free one. `host` is the address it binds; "auto" is the node's."""
+    """Each process exports on its own port, where 0 picks a free one. `host`: the address it binds, "auto" is the
+    node's. A process that missed three heartbeats is gone from /metrics."""
 
     port: int = Field(0, ge=0, le=65535)
     host: str = "auto"
     heartbeat_s: float = Field(2, gt=0)
+    scrape_timeout_s: float = Field(1, gt=0)
 
 
 class Config(_Frozen):

@@ -61,7 +61,8 @@ def _rebuild(
 class InvalidRequest(ServeError):
     """The request can never succeed as it is."""
 
-    status, type, code = 400, "invalid_request_error", None
+    status, type = 400, "invalid_request_error"
+    code: str | None = None
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -61,7 +61,9 @@ class EngineMetrics:
         self._padding = counter(
             "ddtree_graph_padding_rows_total", "Rows replayed only to fill a captured batch size.", "role"
         )
-        self._running = Gauge("ddtree_running_requests", "Requests in the running batch.", ("model",), registry=registry)
+        self._running = Gauge(
+            "ddtree_running_requests", "Requests in the running batch.", ("model",), registry=registry
+        )
         self._queued = Gauge("ddtree_queued_requests", "Requests waiting for a slot.", ("model",), registry=registry)
         self._kv_used = Gauge("ddtree_kv_tokens_used", "Tokens held in the KV cache.", ("model",), registry=registry)
         for role in ("target", "draft"):

@@ -1,0 +1,57 @@
+# `make serve` and `make test` need nothing but Python 3.11 or 3.12; everything else is installed into $(VENV).
+VENV   ?= .venv
+PORT   ?= 8000
+MODEL  ?= smollm2-135m
+# The release tested here; any index that offers a CPU build of it saves gigabytes on machines without a GPU:
+# make serve PIP_EXTRA_INDEX_URL=<your CPU index>
+TORCH  ?= torch==2.13.0
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
+
+BIN  := $(VENV)/bin
+BASE := $(VENV)/.base
+DEV  := $(VENV)/.dev
+
+.PHONY: serve test lint bench setup model clean
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 16
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+
+# Torch first and on its own: a later, wider requirement would otherwise replace the build that was chosen here.
+$(BASE): pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(DEV): pyproject.toml $(BASE)
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	@touch $@
+
+setup: $(DEV)  ## create the environment with the development tools
+
+model: $(BASE)  ## fetch the laptop model into the cache
+	$(BIN)/python -m serve_app.models fetch $(MODEL)
+
+serve: model  ## serve the laptop model on $(PORT)
+	$(BIN)/python -m serve_app.launch --port $(PORT)
+
+test: $(DEV) model  ## the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy serve_app
+
+bench: $(BASE) model  ## tokens/s of the embedded engine, as ratios of one run
+	$(BIN)/python benchmarks/local_engine.py
+
+clean:  ## remove the environment
+	rm -rf $(VENV)

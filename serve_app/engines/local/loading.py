@@ -1,0 +1,167 @@
+"""Assembles an engine's parts from a configuration: files → weights → caches → step loop. "auto" ends here.
+
+What this module does not do: fetch (`serve_app.models`), or start threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from transformers import AutoTokenizer
+
+from serve_app.config import Config
+from serve_app.engines.local.checkpoint import Checkpoint
+from serve_app.engines.local.drafter import Drafter, DrafterSpec
+from serve_app.engines.local.prompts import PromptRenderer
+from serve_app.engines.local.runner import ModelRunner
+from serve_app.engines.local.scheduler import Scheduler
+from serve_app.engines.local.speculation import TreePlan
+from serve_app.engines.local.step import Stepper
+from serve_app.engines.local.target import Target, read_config
+from serve_app.engines.local.vocabulary import Vocabulary
+from serve_app.errors import ConfigError
+from serve_app.graphs import FallbackReason
+from serve_app.metrics import EngineMetrics
+from serve_app.models import resolve, resolve_drafter
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A loaded model, ready to step. `context`: tokens of prompt and answer together, at most."""
+
+    stepper: Stepper
+    runner: ModelRunner
+    prompts: PromptRenderer
+    vocabulary: Vocabulary
+    context: int
+    vocab: int
+    end_tokens: frozenset[int]
+    device: torch.device
+
+
+def load(config: Config, registry: CollectorRegistry | None) -> Parts:
+    """Load everything that `config` names.
+
+    Raises:
+        ModelFetchError: files cannot be had. ConfigError: they, or a key, cannot be used.
+    """
+    torch.set_num_threads(_threads(config))
+    files = resolve(config.model.source)
+    device = _device(config)
+    dtype = _dtype(config, device)
+    target_config = read_config(files.path)
+    context = _context(config, target_config)
+    checkpoint = Checkpoint(files.path, device, dtype, param="model.source")
+
+    drafts = config.speculation.method != "none" and config.speculation.budget != 0
+    where = resolve_drafter(config.model.drafter, files) if drafts else None
+    if where is None and config.speculation.method == "chain":
+        raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
+    spec = drafter_files = None
+    if where is not None:
+        drafter_files = Checkpoint(where, device, dtype, param="model.drafter")
+        spec = DrafterSpec.read(drafter_files.config)
+    plan = TreePlan(config.speculation, spec.block_size, device) if spec else None
+    capacity = context + max([1, *(plan.widths() if plan else ()), spec.block_size if spec else 1])
+    target = Target(checkpoint, target_config, capacity, spec.feature_layers if spec else ())
+    drafter = None
+    if spec is not None and drafter_files is not None:
+        spec.check_target(target.shape)
+        drafter = Drafter(drafter_files, spec, capacity)
+
+    metrics = None
+    if registry is not None:
+        longest = spec.block_size if spec else 1
+        metrics = EngineMetrics(registry, config.model.id, longest, [reason.value for reason in FallbackReason])
+    slots = config.engine.max_running
+    runner = ModelRunner(
+        target,
+        drafter,
+        slots=slots + 1,
+        capacity=capacity,
+        top_k=plan.top_k if plan else 1,
+        batch_sizes=_batch_sizes(slots),
+        widths=plan.widths() if plan else [1],
+        graphs=config.engine.cuda_graphs,
+        on_replay=metrics.graph_replay if metrics else lambda role, padding: None,
+        on_fallback=metrics.graph_fallback if metrics else lambda role, reason: None,
+    )
+    runner.capture()
+    tokenizer = _tokenizer(files.path)
+    vocabulary = Vocabulary(tokenizer)
+    return Parts(
+        stepper=Stepper(runner, Scheduler(slots, config.engine.prefill_chunk), plan, vocabulary, metrics),
+        runner=runner,
+        prompts=PromptRenderer(tokenizer, target.shape.vocab),
+        vocabulary=vocabulary,
+        context=context,
+        vocab=target.shape.vocab,
+        end_tokens=_end_tokens(files.path, target_config, tokenizer),
+        device=device,
+    )
+
+
+def _threads(config: Config) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if config.engine.threads == "auto" else int(config.engine.threads)
+
+
+def _device(config: Config) -> torch.device:
+    wanted = config.model.device
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device is cuda, but torch sees no CUDA device", param="model.device")
+    return torch.device(wanted)
+
+
+def _dtype(config: Config, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the hardware multiplies it, float32 on older CPUs (emulated bfloat16 is slower)."""
+    if config.model.dtype != "auto":
+        return _DTYPES[config.model.dtype]
+    if device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return torch.bfloat16
+    return torch.float32
+
+
+def _context(config: Config, target_config: Any) -> int:
+    longest = int(target_config.max_position_embeddings)
+    wanted = config.model.context_length
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"context_length {wanted} exceeds the model's {longest} positions", param="model.context_length"
+        )
+    return wanted or longest
+
+
+def _batch_sizes(slots: int) -> list[int]:
+    """Powers of two below the largest batch, and the largest."""
+    return sorted({*(1 << n for n in range(slots.bit_length()) if 1 << n <= slots), slots})
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot load the tokenizer in {path}: {error}", param="model.source") from None
+
+
+def _end_tokens(path: Path, target_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that the model's files call an end: config.json and generation_config.json, else the tokenizer's."""
+    found: set[int] = set()
+    generation: dict[str, Any] = {}
+    if (path / "generation_config.json").exists():
+        generation = json.loads((path / "generation_config.json").read_text())
+    for value in (target_config.eos_token_id, generation.get("eos_token_id")):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    if not found and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)

@@ -1,0 +1,99 @@
+"""From a request to prompt token ids: plain text, ids, or chat messages through the model's own template.
+
+What this module does not do: check lengths, or parse tool calls out of answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from serve_app.engines.base import GenerateRequest
+from serve_app.errors import InvalidRequest, Unsupported
+
+
+class PromptRenderer:
+    """Renders and encodes prompts with a transformers tokenizer.
+
+    Args:
+        vocab: ids at or above it are refused.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        """Token ids of the prompt, at least one.
+
+        Raises:
+            InvalidRequest: no prompt, an unknown token id, or messages that the template refuses.
+            Unsupported: content parts that are not text, or tools when the template has no place for them.
+        """
+        if request.messages is not None:
+            return self._chat(request)
+        if request.prompt_token_ids is not None:
+            ids = list(request.prompt_token_ids)
+            if any(not 0 <= token < self._vocab for token in ids):
+                raise InvalidRequest(f"prompt token ids must be from 0 to {self._vocab - 1}", param="prompt")
+        else:
+            ids = list(self._tokenizer(request.prompt or "", verbose=False)["input_ids"])
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return ids
+
+    def _chat(self, request: GenerateRequest) -> list[int]:
+        template = getattr(self._tokenizer, "chat_template", None)
+        if not template:
+            raise InvalidRequest("this model has no chat template; send a plain prompt instead", param="messages")
+        if request.tools and "tools" not in str(template):
+            raise Unsupported("this model's chat template takes no tools", param="tools")
+        messages = [_plain(message, index) for index, message in enumerate(request.messages or ())]
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        options = {"add_generation_prompt": True, **request.chat_template_kwargs, "tokenize": False}
+        tools = [dict(tool) for tool in request.tools] if request.tools else None
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tools=tools, **options)
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from None
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise InvalidRequest(
+                f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
+            ) from None
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _plain(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message as templates expect it: content as one string, tool-call arguments as objects."""
+    plain = dict(message)
+    plain["content"] = _text(message.get("content"), index)
+    calls = message.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _text(content: Any, index: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts: Sequence[Any] = content if isinstance(content, Sequence) else [content]
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "refusal"):
+            raise Unsupported("only text content is supported", param=f"messages[{index}].content[{number}]")
+    return "".join(str(part.get("text", part.get("refusal", ""))) for part in parts)
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # What a model wrote need not be JSON; templates can print it as it is.
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(arguments)
+    return {**call, "function": function}

@@ -1,0 +1,65 @@
+"""State of one choice of one request, from the queue to its last token.
+
+What this module does not do: compute; it only keeps the books that the step loop reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from serve_app.engines.base import Chunk, SamplingParams
+from serve_app.engines.local.penalties import LogitRules
+from serve_app.engines.local.stopping import TextStream
+from serve_app.errors import ServeError
+
+# Receives what one step produced for a choice, or the error that ended it.
+Sink = Callable[[Chunk | ServeError], None]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One choice.
+
+    Attributes:
+        owner: the submission it belongs to. index: which of the request's choices.
+        prompt: token ids. seed: of this choice. max_tokens: output tokens at most, bounded by the context.
+        probe: a health check; it has a slot of its own and passes the queue.
+        slot: KV slot while running, else None.
+        committed: tokens whose KV is in the slot. The last emitted token (the root) is never among them.
+        output: emitted tokens.
+        pending: features [b, F] of tokens committed by the last step and not yet in the drafter's context; the
+            first `pending_len` rows count, and they belong to the positions just below `committed`.
+    """
+
+    owner: object
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    text: TextStream
+    sink: Sink
+    max_tokens: int
+    probe: bool = False
+    rules: LogitRules | None = None
+    slot: int | None = None
+    committed: int = 0
+    output: list[int] = field(default_factory=list)
+    pending: Tensor | None = None
+    pending_len: int = 0
+
+    @property
+    def prefilled(self) -> bool:
+        return self.committed >= len(self.prompt)
+
+    @property
+    def root(self) -> int:
+        """The last emitted token, which the next step computes first."""
+        return self.output[-1]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether an argmax of the raw logits is the whole of sampling for the next token and any after it."""
+        return self.params.temperature == 0 and not (self.rules and self.rules.active(len(self.output)))

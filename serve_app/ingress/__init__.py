@@ -1,0 +1,48 @@
+"""The HTTP side as a Serve deployment: `Ingress` binds the routes to the replicas' handle.
+
+What this package does not do: generate, or place replicas.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.config import Config
+from serve_app.exporter import Exporter
+from serve_app.ingress.backend import HandleBackend
+from serve_app.ingress.generation import Gateway
+from serve_app.ingress.routes import create_app
+from serve_app.metrics import GatewayMetrics
+
+__all__ = ["Ingress"]
+
+
+@serve.ingress()
+class Ingress:
+    """One process of the HTTP side. Replica facts are asked for on the first request, so that it is up, and says
+    "not ready", while the engines still load."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits an asynchronous constructor
+        self, config: Config, replicas: DeploymentHandle, exporters: DeploymentHandle
+    ) -> None:
+        registry = CollectorRegistry()
+        self._gateway = Gateway(
+            config=config,
+            backend=HandleBackend(replicas, exporters),
+            registry=registry,
+            metrics=GatewayMetrics(registry),
+        )
+        self._exporter = Exporter(registry, config.metrics, exporters)
+        self._gateway.name = self._exporter.name
+        self._exporter.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        # Serve's HTTP server puts x-request-id on every response itself.
+        return create_app(self._gateway, sets_request_id=False)
+
+    async def __del__(self) -> None:  # Serve awaits it after the drain
+        if hasattr(self, "_exporter"):
+            await self._exporter.stop()

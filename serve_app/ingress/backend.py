@@ -1,0 +1,114 @@
+"""What the routes need from behind the HTTP layer, and its implementation over Ray Serve handles.
+
+The protocol is the seam at which tokens may one day take another way than a handle. Only errors of
+`serve_app.errors` come out of it.
+
+What this module does not do: HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Protocol
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.engines.base import GenerateRequest, ModelInfo
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.protocol import Item, Job
+
+logger = logging.getLogger("ray.serve.ddtree.ingress")
+PROBE_ATTEMPTS = 2
+
+
+class Backend(Protocol):
+    def generate(self, job: Job) -> AsyncIterator[Item]:
+        """Items of a job; closing the iterator, or cancelling its reader, aborts it in the engine."""
+
+    async def info(self) -> ModelInfo: ...
+
+    async def probe(self, max_age_s: float, timeout_s: float) -> None:
+        """Raises NotReady unless a replica generated within `max_age_s`, or does now."""
+
+    async def tokenize(self, request: GenerateRequest) -> list[int]: ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    async def pages(self) -> dict[str, str]:
+        """Exporters that live now: replica → URL."""
+
+
+class HandleBackend:
+    """Replicas behind a deployment handle, exporters behind another."""
+
+    def __init__(self, replicas: DeploymentHandle, exporters: DeploymentHandle) -> None:
+        self._replicas, self._exporters = replicas, exporters
+        self._info: ModelInfo | None = None
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        stream: Any = self._replicas.options(stream=True).generate.remote(job)
+        finished = False
+        try:
+            with _ray_errors():
+                async for item in stream:
+                    yield item
+            finished = True
+        finally:
+            if not finished:
+                stream.cancel()
+
+    async def info(self) -> ModelInfo:
+        # Fixed for the life of the deployment: another model is another version of it, with new ingresses.
+        if self._info is None:
+            with _ray_errors():
+                self._info = await self._replicas.info.remote()
+        return self._info
+
+    async def probe(self, max_age_s: float, timeout_s: float) -> None:
+        reply: Any = None
+        for _ in range(PROBE_ATTEMPTS):
+            # The handle picks a replica; a second try is likely to meet another than a broken one.
+            with contextlib.suppress(TimeoutError, ServeError), _ray_errors():
+                call = self._replicas.probe.remote(max_age_s, timeout_s / PROBE_ATTEMPTS)
+                reply = await asyncio.wait_for(call, timeout_s / PROBE_ATTEMPTS + 0.5)
+                if reply.error is None:
+                    return
+        raise (reply.error if reply is not None else NotReady("No replica answers."))
+
+    async def tokenize(self, request: GenerateRequest) -> list[int]:
+        result: list[int] = await self._call(self._replicas.tokenize.remote(request))
+        return result
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        result: str = await self._call(self._replicas.detokenize.remote(list(token_ids)))
+        return result
+
+    async def pages(self) -> dict[str, str]:
+        with _ray_errors():
+            result: dict[str, str] = await self._exporters.living.remote()
+        return result
+
+    async def _call(self, response: Any) -> Any:
+        with _ray_errors():
+            reply = await response
+        if reply.error is not None:
+            raise reply.error
+        return reply.value
+
+
+@contextlib.contextmanager
+def _ray_errors() -> Iterator[None]:
+    try:
+        yield
+    except BackPressureError:
+        raise Overloaded("All queues are full; try again later.", retry_after=1) from None
+    except (RayActorError, DeploymentUnavailableError):
+        raise NotReady("The replica that worked on this request is gone.", code="replica_lost", retry_after=1) from None
+    except RayError as error:
+        logger.error("replica call failed", exc_info=error)
+        raise EngineFailed("The replica failed while it worked on this request.") from None

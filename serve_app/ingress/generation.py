@@ -1,0 +1,125 @@
+"""Answering one generation: peek at the first item, choose the status line, pass the frames on, measure.
+
+What this module does not do: validation and rendering (see `protocol`); routes (see `routes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_app.config import Config
+from serve_app.engines.base import ModelInfo
+from serve_app.errors import EngineFailed, ServeError
+from serve_app.ingress.backend import Backend
+from serve_app.ingress.limits import bounded
+from serve_app.ingress.scope import Disconnected, Record, generating
+from serve_app.metrics import GatewayMetrics
+from serve_app.protocol import Item, Job, error_frames
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass
+class Gateway:
+    """What the routes of one ingress process share. `name` is the process's label on /metrics."""
+
+    config: Config
+    backend: Backend
+    registry: CollectorRegistry
+    metrics: GatewayMetrics
+    name: str = "ingress"
+    last_token_at: float | None = None
+
+
+class Generation(Response):
+    """An ASGI response that runs the job. `make_job` may still raise what only the model's facts decide."""
+
+    def __init__(
+        self, gateway: Gateway, record: Record, deadline_at: float, make_job: Callable[[ModelInfo], Job]
+    ) -> None:
+        super().__init__()
+        self._gateway, self._record, self._deadline_at, self._make_job = gateway, record, deadline_at, make_job
+        self._streaming = False
+        self._last = record.started
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        try:
+            with generating(self._gateway.metrics, self._record):
+                async with bounded(receive, self._deadline_at):
+                    body = await self._run(send)
+        except ServeError as error:
+            if not self._streaming or isinstance(error, Disconnected):
+                raise
+            self._fail(error)
+            body = error_frames(error)
+        # Outside the watch: the server may report a disconnect as soon as the last message is out.
+        if not self._streaming:
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _run(self, send: Send) -> bytes:
+        """Returns what is still to be sent as the last message."""
+        gateway = self._gateway
+        job = self._make_job(await gateway.backend.info())
+        async with contextlib.aclosing(gateway.backend.generate(job)) as items:  # type: ignore[type-var]
+            with gateway.metrics.queued.labels(job.model).track_inprogress():
+                first = await anext(items, None)
+            if first is None:
+                raise EngineFailed("The engine gave no answer.")
+            if first.error is not None:
+                raise first.error
+            self._seen(first)
+            if not job.stream:
+                return first.data
+            self._streaming = True
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await send({"type": "http.response.body", "body": first.data, "more_body": True})
+            async for item in items:
+                if item.error is not None:
+                    self._fail(item.error)
+                    return item.data
+                self._seen(item)
+                await send({"type": "http.response.body", "body": item.data, "more_body": True})
+        return b""
+
+    def _seen(self, item: Item) -> None:
+        now = time.monotonic()
+        if item.tokens:
+            self._gateway.last_token_at = now
+        if not self._record.stream:
+            return
+        metrics, labels = self._gateway.metrics, (self._record.model, "true")
+        if item.content and not self._record.has_content:
+            self._record.has_content = True
+            metrics.ttft.labels(*labels).observe(now - self._record.started)
+        elif self._record.has_content and item.tokens:
+            itl = metrics.itl.labels(*labels)
+            for _ in range(item.tokens):
+                itl.observe((now - self._last) / item.tokens)
+        self._last = now
+
+    def _fail(self, error: ServeError) -> None:
+        self._record.error, self._record.status = error, error.status
+        self._gateway.metrics.stream_errors.labels(self._record.model).inc()
+
+
+async def is_ready(gateway: Gateway) -> None:
+    """Raises NotReady unless a token came lately, through this process or in a replica, or comes now."""
+    limits = gateway.config.ingress
+    last = gateway.last_token_at
+    if last is not None and time.monotonic() - last <= limits.ready_max_age_s:
+        return
+    await gateway.backend.probe(limits.ready_max_age_s, limits.ready_timeout_s)

@@ -1,0 +1,112 @@
+"""`python -m serve_app.launch`: `serve run serve_app:app` on a port of choice, with a word when it is ready.
+
+It runs Ray's own command in this process, after starting Serve on the asked address (`serve run` takes an address
+only from a file). All it adds is the check of the port, the wait for the first generated token, and one line to try.
+Configuration is the environment's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import NoReturn
+
+from serve_app.config import load_config
+from serve_app.errors import ConfigError
+
+POLL_S = 0.5
+# Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
+# gRPC on the replica's own event loop: about half the CPU per chunk (docs/findings.md). Nothing blocks that loop, since
+# the engine steps in its own thread. A whole answer with log-probabilities may be larger than gRPC's default message.
+SERVE_SWITCHES = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024 * 1024),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code of `serve run`, or 1 when nothing could be started."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    options = parser.parse_args(argv)
+    try:
+        model = load_config().model.id
+        _check_port(options.host, options.port)
+    except ConfigError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    base = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{options.port}"
+    threading.Thread(target=_announce, args=(base, model), daemon=True).start()
+    return _serve_run(options.host, options.port)
+
+
+def _serve_run(host: str, port: int) -> int:
+    """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt; other ways to stop take that path too."""
+    for name, value in SERVE_SWITCHES.items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+    from ray.serve.scripts import cli
+
+    try:
+        ray.init(namespace="serve")
+        # After ray.init, which installs handlers of its own.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
+        serve.start(http_options={"host": host, "port": port})
+        cli(["run", "serve_app:app"], standalone_mode=False)
+    except KeyboardInterrupt:
+        ray.shutdown()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    return 0
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _check_port(host: str, port: int) -> None:
+    """Ray reports a taken port only in a log of its proxy; say so before anything starts."""
+    if not 0 < port < 65536:
+        raise ConfigError(f"port {port} is not from 1 to 65535", param="port")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = f"cannot listen on {host}:{port}: {error.strerror}; choose another PORT"
+            raise ConfigError(reason, param="port") from None
+
+
+def _announce(base: str, model: str) -> None:
+    while not _ready(base):
+        time.sleep(POLL_S)
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Name three colours."}}]}}'
+    print(
+        f"\nReady on {base}. Try:\n\n  curl {base}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{body}'\n\nCtrl-C stops.",
+        flush=True,
+    )
+
+
+def _ready(base: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{base}/ready", timeout=60) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

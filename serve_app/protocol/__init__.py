@@ -1,0 +1,25 @@
+"""OpenAI's wire format: request models, jobs for replicas, SSE frames. See the modules for what each leaves out."""
+
+from serve_app.protocol.body import parse_object
+from serve_app.protocol.frames import DONE, Renderer, error_frames
+from serve_app.protocol.jobs import Item, Job, chat_job, check_token_ids, completion_job, tokenize_request
+from serve_app.protocol.validation import validate
+from serve_app.protocol.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+__all__ = [
+    "DONE",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Item",
+    "Job",
+    "Renderer",
+    "TokenizeRequest",
+    "chat_job",
+    "check_token_ids",
+    "completion_job",
+    "error_frames",
+    "parse_object",
+    "tokenize_request",
+    "validate",
+]

@@ -1,0 +1,69 @@
+"""Strict JSON: one object, valid UTF-8, no duplicate keys, no infinities, bounded nesting.
+
+What this module does not do: read from the network (the caller bounds the size) or know any field.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from serve_app.errors import InvalidRequest
+
+MAX_DEPTH = 64
+
+
+class _DuplicateKey(ValueError):
+    pass
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Decode a request body into a dictionary; keys whose value is null are dropped at every level.
+
+    Raises:
+        InvalidRequest: the body is not such a document; never quotes it.
+    """
+    try:
+        # Validates first: refuses broken UTF-8, lone surrogates, NaN and infinities, which the decoder below accepts.
+        orjson.loads(raw)
+        value = json.loads(raw, object_pairs_hook=_unique)
+    except _DuplicateKey:
+        raise InvalidRequest("The request body has an object with the same key twice.") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest("The request body is not valid JSON (UTF-8).") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The request body must be a JSON object.")
+    if _deeper_than(value, MAX_DEPTH):
+        raise InvalidRequest(f"The request body is nested deeper than {MAX_DEPTH} levels.")
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise _DuplicateKey
+    return result
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

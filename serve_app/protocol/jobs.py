@@ -1,0 +1,200 @@
+"""A validated request → a `Job`: what travels from the ingress to a replica. And what travels back: `Item`s.
+
+Both are plain data: pydantic objects and API errors as exceptions do not survive the trip between processes well.
+
+What this module does not do: tokenize; whether a prompt fits the context is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
+from serve_app.errors import InvalidRequest, ServeError, Unsupported
+from serve_app.protocol.messages import plain_messages
+from serve_app.protocol.wire import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+
+COMPLETION_MAX_TOKENS = 16
+# Arguments of the template renderers themselves; a client may set variables, not replace the template.
+_RESERVED_KWARGS = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "template", "self", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("processor_kwargs", "load_audio_from_video", "sanitize_control_tokens", "kwargs"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request: its prompts run concurrently; choice `j` of prompt `i` has index `i * n + j`."""
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+    stream: bool
+    include_usage: bool
+    requests: tuple[GenerateRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a replica yields for a job.
+
+    Attributes:
+        data: finished SSE frames, or for `stream: false` the whole JSON body (then there is one item).
+        tokens: tokens emitted since the last item. content: whether `data` has text of the answer.
+        error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
+    """
+
+    data: bytes = b""
+    tokens: int = 0
+    content: bool = False
+    error: ServeError | None = None
+
+
+def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messages: int) -> Job:
+    """Raises InvalidRequest or Unsupported, naming the field."""
+    if len(wire.messages) > max_messages:
+        raise InvalidRequest(f"messages may have at most {max_messages} entries.", param="messages")
+    if None not in (wire.max_tokens, wire.max_completion_tokens) and wire.max_tokens != wire.max_completion_tokens:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them.", param="max_tokens")
+    if wire.top_logprobs is not None and not wire.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    limit = wire.max_completion_tokens if wire.max_tokens is None else wire.max_tokens
+    logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
+    request = GenerateRequest(
+        request_id=_new_id("chatcmpl"),
+        sampling=_sampling(wire, info, limit, logprobs, max_choices),
+        messages=plain_messages(wire.messages),
+        chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
+    )
+    return _job(wire, info, request.request_id, (request,), chat=True)
+
+
+def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int, max_prompts: int) -> Job:
+    """Raises InvalidRequest or Unsupported, naming the field."""
+    n = wire.n or 1
+    if wire.best_of is not None and wire.best_of != n:
+        raise Unsupported("best_of other than n is not offered: choices are not ranked.", param="best_of")
+    prompts = _prompts(wire, info)
+    if len(prompts) > max_prompts:
+        raise InvalidRequest(f"prompt may have at most {max_prompts} entries.", param="prompt")
+    limit = COMPLETION_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens
+    sampling = _sampling(wire, info, limit, wire.logprobs, max_choices)
+    id = _new_id("cmpl")
+    requests = tuple(
+        GenerateRequest(
+            request_id=f"{id}-{index}",
+            sampling=sampling,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    return _job(wire, info, id, requests, chat=False)
+
+
+def tokenize_request(wire: TokenizeRequest) -> GenerateRequest:
+    """Raises InvalidRequest unless exactly one of prompt and messages is there."""
+    if (wire.prompt is None) == (wire.messages is None):
+        raise InvalidRequest("Give exactly one of prompt and messages.", param="prompt")
+    return GenerateRequest(
+        request_id=_new_id("tok"),
+        sampling=SamplingParams(),
+        prompt=wire.prompt,
+        messages=None if wire.messages is None else plain_messages(wire.messages),
+        chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
+    )
+
+
+def check_token_ids(ids: Sequence[int], info: ModelInfo, param: str) -> None:
+    """Raises InvalidRequest naming the first id outside the vocabulary by its place."""
+    for index, token in enumerate(ids):
+        if token >= info.vocab_size:
+            raise InvalidRequest(
+                f"Token ids must be below the vocabulary size, {info.vocab_size}.", param=f"{param}[{index}]"
+            )
+
+
+def _job(wire: Sampling, info: ModelInfo, id: str, requests: tuple[GenerateRequest, ...], *, chat: bool) -> Job:
+    stream = bool(wire.stream)
+    if wire.stream_options is not None and not stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
+    return Job(
+        id=id, created=int(time.time()), model=info.id, chat=chat, stream=stream, include_usage=usage, requests=requests
+    )
+
+
+def _sampling(
+    wire: Sampling, info: ModelInfo, max_tokens: int | None, logprobs: int | None, max_choices: int
+) -> SamplingParams:
+    n = wire.n or 1
+    if n > max_choices:
+        raise InvalidRequest(f"n may be at most {max_choices}.", param="n")
+    min_tokens = wire.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidRequest("min_tokens may not exceed max_tokens.", param="min_tokens")
+    if min_tokens > info.max_model_len:
+        raise InvalidRequest("min_tokens exceeds the model's context.", param="min_tokens")
+    stop_ids = tuple(wire.stop_token_ids or ())
+    check_token_ids(stop_ids, info, "stop_token_ids")
+    bias = {int(token): float(value) for token, value in (wire.logit_bias or {}).items()}
+    if any(token >= info.vocab_size for token in bias):
+        raise InvalidRequest(f"Token ids must be below the vocabulary size, {info.vocab_size}.", param="logit_bias")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_or(wire.temperature, 1.0),
+        # A nucleus without mass is the most likely token alone.
+        top_p=max(_or(wire.top_p, 1.0), 1e-6),
+        top_k=max(wire.top_k or 0, 0),
+        min_p=_or(wire.min_p, 0.0),
+        seed=wire.seed,
+        repetition_penalty=_or(wire.repetition_penalty, 1.0),
+        presence_penalty=_or(wire.presence_penalty, 0.0),
+        frequency_penalty=_or(wire.frequency_penalty, 0.0),
+        logit_bias=bias,
+        stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
+        stop_token_ids=stop_ids,
+        ignore_eos=bool(wire.ignore_eos),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        n=n,
+    )
+
+
+def _prompts(wire: CompletionRequest, info: ModelInfo) -> list[str | tuple[int, ...]]:
+    prompt: Any = wire.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        check_token_ids(prompt, info, "prompt")
+        return [tuple(prompt)]
+    for index, entry in enumerate(prompt):
+        if not isinstance(entry, str):
+            check_token_ids(entry, info, f"prompt[{index}]")
+    return [entry if isinstance(entry, str) else tuple(entry) for entry in prompt]
+
+
+def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+    reserved = _RESERVED_KWARGS.intersection(given or ())
+    if reserved:
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
+        )
+    return dict(given or {})
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

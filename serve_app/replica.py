@@ -1,0 +1,205 @@
+"""The deployment that owns one engine: lifecycle, generation as finished frames, health, drain.
+
+It is healthy only when its engine can generate: the constructor waits for the warm-up, and the health check
+generates. API errors leave it as data (`Item.error`, `Reply.error`), since exceptions that cross a handle arrive
+wrapped, and are logged by Ray as crashes.
+
+What this module does not do: HTTP, routing, validation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from serve_app.config import Config
+from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
+from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
+from serve_app.exporter import Exporter
+from serve_app.protocol import Item, Job, Renderer, error_frames
+
+logger = logging.getLogger("ray.serve.ddtree.replica")
+
+ENGINE_FACTORY = "serve_app.engines:create_engine"
+Event = tuple[int, Chunk | Exception | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The outcome of a short call: a value, or the error a client shall see."""
+
+    value: Any = None
+    error: ServeError | None = None
+
+
+class Replica:
+    """See the module. `engine_factory` is `module:function`, called with (Config, CollectorRegistry)."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits an asynchronous constructor
+        self, config: Config, engine_factory: str = ENGINE_FACTORY, exporters: Any = None
+    ) -> None:
+        self._config = config
+        self._registry = CollectorRegistry()
+        self._engine: Engine = load(engine_factory)(config, self._registry)
+        try:
+            await self._engine.start()
+        except BaseException:
+            await self._engine.stop()
+            raise
+        self._exporter: Exporter | None = None
+        if exporters is not None:
+            self._exporter = Exporter(self._registry, config.metrics, exporters)
+            self._exporter.start()
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
+
+        Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
+        timers. Closing or cancelling aborts every prompt in the engine.
+        """
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._pump(i, request, queue)) for i, request in enumerate(job.requests)]
+        try:
+            async for item in (_stream if job.stream else _collect)(job, queue):
+                yield item
+        except Exception as error:
+            failure = self._as_serve_error(error, job)
+            # The frames are for a client that already has some; a first item is answered by its error alone.
+            yield Item(data=error_frames(failure) if job.stream else b"", error=failure)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, prompt: int, request: GenerateRequest, queue: asyncio.Queue[Event]) -> None:
+        try:
+            async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    queue.put_nowait((prompt, chunk))
+        except Exception as error:
+            queue.put_nowait((prompt, error))
+        else:
+            queue.put_nowait((prompt, None))
+
+    def _as_serve_error(self, error: Exception, job: Job) -> ServeError:
+        if isinstance(error, ServeError):
+            return error
+        # The text may hold anything the engine knew, prompts included: it goes to the log's traceback only.
+        logger.error("engine failed on request %s", job.id, exc_info=error)
+        return EngineFailed("The engine failed while it worked on this request.")
+
+    async def info(self) -> ModelInfo:
+        return self._engine.info()
+
+    async def tokenize(self, request: GenerateRequest) -> Reply:
+        return await self._reply(lambda: self._engine.tokenize(request))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> Reply:
+        return await self._reply(lambda: self._engine.detokenize(token_ids))
+
+    async def _reply(self, call: Callable[[], Awaitable[Any]]) -> Reply:
+        try:
+            return Reply(value=await call())
+        except ServeError as error:
+            return Reply(error=error)
+        except Exception as error:
+            logger.error("engine failed", exc_info=error)
+            return Reply(error=EngineFailed("The engine failed while it worked on this request."))
+
+    async def probe(self, max_age_s: float, timeout_s: float) -> Reply:
+        """Whether a token came within `max_age_s`, or comes now within `timeout_s`."""
+        try:
+            await self._prove_alive(max_age_s, timeout_s)
+        except Exception as error:
+            logger.warning("readiness probe failed", exc_info=error)
+            return Reply(error=NotReady("The engine does not generate."))
+        return Reply(value=True)
+
+    async def check_health(self) -> None:
+        """Called by Serve, beside the request path. Raises when the engine neither generated lately nor does now."""
+        replica = self._config.replica
+        # Serve's own timeout would hide the reason.
+        await self._prove_alive(replica.health_check_period_s, 0.9 * replica.health_check_timeout_s)
+
+    async def _prove_alive(self, max_age_s: float, timeout_s: float) -> None:
+        age = self._engine.stats().last_token_age_s
+        if age is not None and age <= max_age_s:
+            return
+        try:
+            await asyncio.wait_for(self._engine.health(), timeout_s)
+        except TimeoutError:
+            raise EngineFailed(f"The engine generated no token within {timeout_s:g} s.") from None
+
+    async def __del__(self) -> None:  # Serve awaits it after the drain
+        if exporter := getattr(self, "_exporter", None):
+            await exporter.stop()
+        if hasattr(self, "_engine"):
+            await self._engine.stop()
+
+
+def load(path: str) -> Callable[..., Any]:
+    """The object that `module:name` names. Raises ConfigError."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
+
+
+async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
+    renderer, running, tokens = Renderer(job), len(job.requests), 0
+    while running:
+        events = [await queue.get()]
+        while not queue.empty():
+            events.append(queue.get_nowait())
+        data: list[bytes] = []
+        content = False
+        failure: Exception | None = None
+        for prompt, event in events:
+            if isinstance(event, Chunk):
+                if event.finish_reason == "abort":
+                    failure = _aborted()
+                    break
+                data.append(renderer.frame(prompt, event))
+                tokens += len(event.token_ids)
+                content = content or bool(event.text or event.delta)
+            elif event is None:
+                running -= 1
+            else:
+                failure = event
+                break
+        if not running:
+            data.append(renderer.end())
+        joined = b"".join(data)
+        if joined:
+            yield Item(data=joined, tokens=tokens, content=content)
+            tokens = 0
+        if failure is not None:
+            raise failure
+
+
+async def _collect(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
+    renderer, running, tokens = Renderer(job), len(job.requests), 0
+    while running:
+        prompt, event = await queue.get()
+        if isinstance(event, Chunk):
+            if event.finish_reason == "abort":
+                raise _aborted()
+            renderer.collect(prompt, event)
+            tokens += len(event.token_ids)
+        elif event is None:
+            running -= 1
+        else:
+            raise event
+    yield Item(data=renderer.body(), tokens=tokens, content=True)
+
+
+def _aborted() -> ServeError:
+    return NotReady("The request was aborted by the server, which is shutting down.", code="aborted")

@@ -1,0 +1,125 @@
+"""Fixtures: a Ray cluster of this test session's own, and Serve applications on it behind a real socket."""
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE_ENGINE = "tests.fake_engine:FakeEngine"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running application. `url` has no trailing slash."""
+
+    name: str
+    url: str
+    model: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.split(":")[2].split("/")[0])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def serve_port() -> Iterator[int]:
+    """Port of Serve's proxy on a fresh local cluster with its own directory."""
+    # One mode for every process, or those started later are refused.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray import serve
+
+    # Short: paths of unix sockets are limited to about 100 characters.
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    port = free_port()
+    ray.init(
+        address="local", _temp_dir=directory, include_dashboard=False, num_cpus=16, num_gpus=0,
+        object_store_memory=128 * 1024 * 1024, log_to_driver=False,
+    )  # fmt: skip
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield port
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def serve_app_factory(serve_port: int) -> Iterator[Callable[..., Served]]:
+    """`factory(name, config, engine_factory=…, route_prefix=…)` runs an application and waits until it is healthy."""
+    from ray import serve
+
+    from serve_app.build import bind
+    from serve_app.config import load_config
+    from serve_app.replica import ENGINE_FACTORY
+
+    names: list[str] = []
+
+    def factory(
+        name: str, config: dict[str, Any], engine_factory: str = ENGINE_FACTORY, route_prefix: str | None = None
+    ) -> Served:
+        tree = load_config(config, use_env=False)
+        prefix = f"/{name}" if route_prefix is None else route_prefix
+        names.append(name)
+        serve.run(bind(tree, engine_factory), name=name, route_prefix=prefix)
+        return Served(name, f"http://127.0.0.1:{serve_port}{prefix.rstrip('/')}", tree.model.id)
+
+    yield factory
+    for name in names:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="session")
+def served(serve_app_factory: Callable[..., Served]) -> Served:
+    """The whole application on fake engines: two of each replica."""
+    config = {
+        "model": {"id": "fake"},
+        "replica": {"num_replicas": 2, "num_cpus": 0.1},
+        "ingress": {"num_replicas": 2, "max_body_bytes": 100_000},
+        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+    }
+    return serve_app_factory("main", config, FAKE_ENGINE, "/")
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as client:
+        yield client
+
+
+def chat(script: str, **fields: Any) -> dict[str, Any]:
+    """A chat body whose only message is a fake engine's script."""
+    return {"model": "fake", "messages": [{"role": "user", "content": script}], **fields}
+
+
+def metric(served: Served, name: str, **labels: str) -> float:
+    """Sum over replicas and over all labels not given, from the application's own /metrics."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = httpx.get(f"{served.url}/metrics", timeout=30, trust_env=False).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Until `condition()`; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.05)

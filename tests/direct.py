@@ -1,0 +1,67 @@
+"""The HTTP side over a replica in the same process: everything but Ray."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from serve_app.config import load_config
+from serve_app.engines.base import GenerateRequest, ModelInfo
+from serve_app.ingress.generation import Gateway
+from serve_app.ingress.routes import create_app
+from serve_app.metrics import GatewayMetrics
+from serve_app.protocol import Item, Job
+from serve_app.replica import Replica, Reply
+from tests.conftest import FAKE_ENGINE
+
+
+class DirectBackend:
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+
+    def generate(self, job: Job) -> AsyncIterator[Item]:
+        return self.replica.generate(job)
+
+    async def info(self) -> ModelInfo:
+        return await self.replica.info()
+
+    async def probe(self, max_age_s: float, timeout_s: float) -> None:
+        _value(await self.replica.probe(max_age_s, timeout_s))
+
+    async def tokenize(self, request: GenerateRequest) -> list[int]:
+        return _value(await self.replica.tokenize(request))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return _value(await self.replica.detokenize(token_ids))
+
+    async def pages(self) -> dict[str, str]:
+        return {}
+
+
+def _value(reply: Reply) -> Any:
+    if reply.error is not None:
+        raise reply.error
+    return reply.value
+
+
+async def make_replica(config: dict[str, Any] | None = None) -> Replica:
+    """A started replica on a fake engine."""
+    tree = load_config({"model": {"id": "fake"}, **(config or {})}, use_env=False)
+    replica = Replica.__new__(Replica)
+    await replica.__init__(tree, FAKE_ENGINE)  # type: ignore[misc]
+    return replica
+
+
+async def make_gateway(config: dict[str, Any] | None = None) -> Gateway:
+    replica = await make_replica(config)
+    registry = CollectorRegistry()
+    return Gateway(replica._config, DirectBackend(replica), registry, GatewayMetrics(registry))
+
+
+@asynccontextmanager
+async def direct_client(gateway: Gateway | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(gateway or await make_gateway())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        yield client

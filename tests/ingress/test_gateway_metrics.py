@@ -1,0 +1,84 @@
+"""What a request leaves in the gateway's series."""
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.ingress.generation import Gateway
+from tests.conftest import chat
+from tests.direct import direct_client, make_gateway
+
+CHAT = "/v1/chat/completions"
+
+
+async def after(path: str, body: Any = None, **request: Any) -> Gateway:
+    gateway = await make_gateway({"ingress": {"request_timeout_s": 0.5}})
+    async with direct_client(gateway) as client:
+        await client.request("POST" if body is not None else "GET", path, json=body, **request)
+    return gateway
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "route", "status", "model"),
+    [
+        (CHAT, chat("a"), CHAT, "200", "fake"),
+        (CHAT, {**chat("a"), "model": "made-up"}, CHAT, "404", "unknown"),
+        (CHAT, {**chat("a"), "n": 0}, CHAT, "400", "fake"),
+        (CHAT, chat("a fail_at=0"), CHAT, "500", "fake"),
+        (CHAT, chat("a b fail_at=1", stream=True), CHAT, "500", "fake"),
+        ("/v1/models/made-up", None, "/v1/models/{model_id:path}", "404", "unknown"),
+        ("/made/up", None, "unmatched", "404", "unknown"),
+        ("/also/made/up", None, "unmatched", "404", "unknown"),
+    ],
+)
+async def test_labels_are_bounded(path: str, body: Any, route: str, status: str, model: str) -> None:
+    gateway = await after(path, body)
+    labels = {"route": route, "status": status, "model": model}
+    assert gateway.registry.get_sample_value("gateway_requests_total", labels) == 1
+
+
+async def test_one_interval_is_observed_per_token_after_the_first_item() -> None:
+    gateway = await after(CHAT, chat("a b c d delay=0.01", stream=True))
+    labels = {"model": "fake", "stream": "true"}
+    assert gateway.registry.get_sample_value("gateway_itl_seconds_count", labels) == 3
+
+
+async def test_ttft_waits_for_text_not_for_the_role() -> None:
+    # The first byte of a character is a token without text.
+    gateway = await after(CHAT, chat("bytes=c3a9 delay=0.2", stream=True))
+    labels = {"model": "fake", "stream": "true"}
+    assert gateway.registry.get_sample_value("gateway_ttft_seconds_sum", labels) > 0.35  # type: ignore[operator]
+
+
+async def test_a_stream_that_broke_off_is_counted_and_is_no_refusal() -> None:
+    gateway = await after(CHAT, chat("a b fail_at=1", stream=True))
+    value = gateway.registry.get_sample_value
+    assert value("gateway_stream_errors_total", {"model": "fake"}) == 1
+    assert value("gateway_rejected_total", {"reason": "invalid"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("refuse=Overloaded", "overload"), ("refuse=InvalidRequest", "invalid"), ("stall=9 a", "deadline")],
+)
+async def test_refusals_are_counted_by_reason(script: str, reason: str) -> None:
+    gateway = await after(CHAT, chat(script))
+    assert gateway.registry.get_sample_value("gateway_rejected_total", {"reason": reason}) == 1
+
+
+async def test_only_requests_that_reached_generation_are_timed() -> None:
+    gateway = await after(CHAT, {**chat("a"), "n": 0})
+    assert gateway.registry.get_sample_value(
+        "gateway_request_duration_seconds_count", {"model": "fake", "stream": "false"}
+    ) in (None, 0)
+
+
+async def test_the_page_is_valid_and_each_family_is_declared_once() -> None:
+    gateway = await make_gateway()
+    async with direct_client(gateway) as client:
+        await client.post(CHAT, json=chat("a b", stream=True))
+        response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    names = [family.name for family in text_string_to_metric_families(response.text)]
+    assert len(names) == len(set(names)) and "gateway_requests" in names

@@ -1,0 +1,56 @@
+"""The builder, without a cluster."""
+
+import inspect
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from ray.serve import Application
+
+from serve_app import build
+from serve_app.errors import ConfigError
+
+
+@pytest.mark.parametrize("args", [{}, {"model": {"id": "x"}}, {"model.id": "x", "replica.num_replicas": "2"}])
+def test_arguments_of_either_form_build_an_application(args: dict[str, Any]) -> None:
+    assert isinstance(build.build_app(args), Application)
+
+
+def test_dotted_keys_are_nested_and_read_as_yaml() -> None:
+    args = {"model": {"id": "a"}, "model.source": "b", "engine.max_running": "3", "model.drafter": "null"}
+    assert build._nested(args) == {"model": {"id": "a", "source": "b", "drafter": None}, "engine": {"max_running": 3}}
+
+
+@pytest.mark.parametrize(
+    ("args", "param"),
+    [
+        ({"model.sorce": "x"}, "model.sorce"),
+        ({"model": "x"}, "model"),
+        ({"model": "x", "model.id": "y"}, "model.id"),
+        ({"nonsense": {}}, "nonsense"),
+        ({"engine.max_running": "many"}, "engine.max_running"),
+        ({"model.id": "[1"}, "model.id"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_deployed(args: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build.build_app(args)
+    assert caught.value.param == param
+
+
+def test_ray_sees_the_builders_annotation_as_a_type() -> None:
+    (parameter,) = inspect.signature(build.build_app).parameters.values()
+    assert not isinstance(parameter.annotation, str)
+    assert not (inspect.isclass(parameter.annotation) and issubclass(parameter.annotation, BaseModel))
+
+
+def test_the_package_offers_a_ready_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDTREE_MODEL__ID", "from-env")
+    import serve_app
+
+    assert isinstance(serve_app.app, Application)
+
+
+def test_no_test_engine_is_reachable_from_configuration() -> None:
+    with pytest.raises(ConfigError):
+        build.build_app({"engine": {"kind": "tests.fake_engine:FakeEngine"}})

@@ -1,0 +1,59 @@
+"""Sources, their order, and that nothing unknown passes."""
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.config import Config, load_config
+from serve_app.errors import ConfigError
+
+
+def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {id: file, source: file}\nengine: {max_running: 3}\n")
+    env = {"DDTREE_CONFIG": str(file), "DDTREE_MODEL__ID": "env", "DDTREE_REPLICA__NUM_REPLICAS": "4"}
+    config = load_config({"model": {"source": "args"}}, env)
+    assert (config.model.id, config.model.source) == ("env", "args")
+    assert (config.engine.max_running, config.replica.num_replicas) == (3, 4)
+
+
+def test_other_environment_variables_are_none_of_its_business() -> None:
+    assert load_config({}, {"PATH": "/bin", "DDTREE_CACHE": "/x"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "param"),
+    [
+        ({"modle": {}}, {}, "modle"),
+        ({"model": {"sorce": "x"}}, {}, "model.sorce"),
+        ({"model": {"id": "a b"}}, {}, "model.id"),
+        ({"engine": {"max_running": 0}}, {}, "engine.max_running"),
+        ({"engine": 5}, {}, "engine"),
+        ({"speculation": {"budget": 513}}, {}, "speculation.budget"),
+        ({}, {"DDTREE_MODEL__SORCE": "x"}, "model.sorce"),
+        ({}, {"DDTREE_MODEL__ID": "[1"}, "DDTREE_MODEL__ID"),
+        ({}, {"DDTREE_CONFIG": "/no/such/file"}, "DDTREE_CONFIG"),
+    ],
+)
+def test_the_wrong_key_is_named(args: dict[str, object], env: dict[str, str], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(args, env)
+    assert (caught.value.param or "").startswith(param)
+
+
+def test_every_wrong_key_is_in_the_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"a": 1, "model": {"b": 2}}, {})
+    assert "a:" in caught.value.message and "model.b:" in caught.value.message
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("- 1\n")
+    with pytest.raises(ConfigError):
+        load_config({}, {"DDTREE_CONFIG": str(file)})
+
+
+def test_the_tree_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().model.id = "x"  # type: ignore[misc]

@@ -1,0 +1,91 @@
+"""The whole application through Serve, two ingresses and two replicas, as the official client sees it."""
+
+import threading
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import Served, chat, metric
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def official(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def user(text: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_stream_has_one_envelope_a_role_text_and_an_end(official: openai.OpenAI) -> None:
+    chunks = list(official.chat.completions.create(model="fake", messages=user("a b c delay=0.01"), stream=True))
+    assert len({(c.id, c.created, c.model, c.object) for c in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "a b c"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_whole_answer_equals_the_streamed_one(official: openai.OpenAI) -> None:
+    answer = official.chat.completions.create(model="fake", messages=user("a b c"), logprobs=True, top_logprobs=2)
+    assert answer.choices[0].message.content == "a b c"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+    content = answer.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert [len(entry.top_logprobs) for entry in content or []] == [2, 2, 2]
+
+
+def test_completions_stream_every_prompt(official: openai.OpenAI) -> None:
+    texts = {0: "", 1: ""}
+    for chunk in official.completions.create(model="fake", prompt=["a b", "c d"], stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: "a b", 1: "c d"}
+
+
+def test_models_are_listed(official: openai.OpenAI) -> None:
+    assert [model.id for model in official.models.list()] == ["fake"]
+    assert official.models.retrieve("fake").owned_by == "ddtree-serve"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version"])
+def test_it_is_up(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 200
+
+
+def test_tokens_there_and_back(client: httpx.Client) -> None:
+    tokens = client.post("/tokenize", json={"model": "fake", "prompt": "hé"}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "hé"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/none", CHAT])
+def test_every_answer_carries_one_request_id(client: httpx.Client, path: str) -> None:
+    own = client.get(path, headers={"x-request-id": "mine"})
+    assert own.headers.get_list("x-request-id") == ["mine"]
+    assert len(client.get(path).headers.get_list("x-request-id")) == 1
+
+
+def test_counters_add_up_over_all_processes(served: Served, client: httpx.Client) -> None:
+    labels = {"route": CHAT, "status": "200", "model": "fake"}
+    before = metric(served, "gateway_requests_total", **labels), metric(served, "fake_submits_total")
+    threads = [threading.Thread(target=client.post, args=(CHAT,), kwargs={"json": chat("a")}) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = metric(served, "gateway_requests_total", **labels), metric(served, "fake_submits_total")
+    assert [b - a for a, b in zip(before, after, strict=True)] == [20, 20]
+
+
+def test_every_process_is_on_the_page_of_any(served: Served, client: httpx.Client) -> None:
+    for _ in range(3):
+        text = client.get("/metrics").text
+        families = list(text_string_to_metric_families(text))
+        replicas = {s.labels["replica"] for family in families for s in family.samples}
+        assert sorted(name.split("#")[0] for name in replicas) == ["engine", "engine", "ingress", "ingress"]
+        assert len({family.name for family in families}) == len(families)
