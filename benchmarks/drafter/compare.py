@@ -1,7 +1,9 @@
-"""Short trials of losses and learning rates on the same text, before the long run: which recipe learns most in half a minute.
+"""Short trials of losses and learning rates on the same text, before the long run: which recipe learns most in half
+a minute.
 
-Every trial starts from the same drafter (or from scratch), trains on all slots but the last, with the rate going down to zero at its end,
-and is judged on the last slot, which no trial has seen: prompts of the training grammar, not the evaluation's.
+Every trial starts from the same drafter (or from scratch), trains on all slots but the last, with the rate going
+down to zero at its end, and is judged on the last slot, which no trial has seen: prompts of the training grammar,
+not the evaluation's.
 """
 
 from __future__ import annotations
@@ -28,8 +30,18 @@ TRIALS: dict[str, dict[str, Any]] = {
 def trial(run: Run, masters: dict[str, torch.Tensor], mix: LossMix, seconds: float, peak: float) -> dict[str, float]:
     """Train for `seconds` (capture not counted) and look at unseen text."""
     a = run.args
-    t = run.trainer = Trainer(run.shape, masters, run.target, run.pool, torch.ones_like(run.trainer.scale), mix, run.ops, a.batch_rows,
-                              a.anchors, a.chunk_blocks)
+    t = run.trainer = Trainer(
+        run.shape,
+        masters,
+        run.target,
+        run.pool,
+        torch.ones_like(run.trainer.scale),
+        mix,
+        run.ops,
+        a.batch_rows,
+        a.anchors,
+        a.chunk_blocks,
+    )
     t.train_rows = a.rows * (a.slots - 1)
     t.opt.decay.fill_(a.weight_decay)
     t.set_scale(power_of_two_scale(run.pool, len(run.shape.layer_ids)))
@@ -41,7 +53,11 @@ def trial(run: Run, masters: dict[str, torch.Tensor], mix: LossMix, seconds: flo
         t.run("train_step", 10)
         steps += 10
         run._sync()
-    return {"steps": steps, "per_second": round(steps / (time.monotonic() - begin), 2), "fresh_chain": round(run.look(a.slots - 1), 4)}
+    return {
+        "steps": steps,
+        "per_second": round(steps / (time.monotonic() - begin), 2),
+        "fresh_chain": round(run.look(a.slots - 1), 4),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,8 +83,13 @@ def main(argv: list[str] | None = None) -> None:
         if run.cuda:
             torch.cuda.empty_cache()
         result = trial(run, masters, replace(LossMix(), **change), args.trial_seconds, args.lr)
-        run.note(event="trial", name=name, **result, gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if run.cuda else 0,
-                 hit=[round(x, 3) for x in (run.trainer.stats[1, 1:] / run.trainer.stats[0, 1:].clamp(min=1)).tolist()[:8]])
+        run.note(
+            event="trial",
+            name=name,
+            **result,
+            gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if run.cuda else 0,
+            hit=[round(x, 3) for x in (run.trainer.stats[1, 1:] / run.trainer.stats[0, 1:].clamp(min=1)).tolist()[:8]],
+        )
         run.held.report(run.trainer, name)
         if run.left() < args.reserve + args.trial_seconds:
             break

@@ -1,8 +1,9 @@
 """The target writes the training text: static KV, all rows at the same position, one CUDA graph replay per token.
 
-Rows read chats from a stream of token ids with control codes (`encode.py`): forced tokens are copied, a code below zero hands the pen to
-the target until it ends its turn. While it decodes, the outputs of the chosen layers and the last hidden state are kept per token, so that
-training needs no forward of the target. No admission, no paging: rows stop together after `length` positions.
+Rows read chats from a stream of token ids with control codes (`encode.py`): forced tokens are copied, a code below
+zero hands the pen to the target until it ends its turn. While it decodes, the outputs of the chosen layers and the
+last hidden state are kept per token, so that training needs no forward of the target. No admission, no paging: rows
+stop together after `length` positions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.drafter.encode import END, START, Stream, unpack_control
+from benchmarks.drafter.plain import rms_norm
 from benchmarks.drafter.target import Target, rope_tables
 
 
@@ -22,8 +24,9 @@ from benchmarks.drafter.target import Target, rope_tables
 class Pool:
     """Text and features of `rows` rows of `length` tokens.
 
-    features [rows, length, n·H]; last [rows, length, H] (normed, what the head reads); tokens, start (first position of the token's chat)
-    [rows, length]; label [rows, length] 1 where the target wrote the token as assistant and it may be learned; temp [rows, length].
+    features [rows, length, n·H]; last [rows, length, H] (normed, what the head reads); tokens, start (first
+    position of the token's chat) [rows, length]; label [rows, length] 1 where the target wrote the token as
+    assistant and it may be learned; temp [rows, length].
     """
 
     features: Tensor
@@ -34,20 +37,45 @@ class Pool:
     temp: Tensor
 
     @classmethod
-    def allocate(cls, rows: int, length: int, width: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Pool:
+    def allocate(
+        cls, rows: int, length: int, width: int, hidden: int, device: torch.device, dtype: torch.dtype
+    ) -> Pool:
         """Zeroed buffers."""
         z = lambda *s, d=torch.int32: torch.zeros(*s, dtype=d, device=device)  # noqa: E731
-        return cls(z(rows, length, width, d=dtype), z(rows, length, hidden, d=dtype), z(rows, length), z(rows, length),
-                   z(rows, length, d=torch.int8), z(rows, length, d=torch.float32))
+        return cls(
+            z(rows, length, width, d=dtype),
+            z(rows, length, hidden, d=dtype),
+            z(rows, length),
+            z(rows, length),
+            z(rows, length, d=torch.int8),
+            z(rows, length, d=torch.float32),
+        )
 
 
 class Writer:
     """Fills slots of a pool: slot s is rows [s·R, (s+1)·R)."""
 
-    def __init__(self, target: Target, layer_ids: list[int], pool: Pool, rows: int, stream: Stream, ops: ModuleType, im_end: int, seed: int = 0):
+    def __init__(
+        self,
+        target: Target,
+        layer_ids: list[int],
+        pool: Pool,
+        rows: int,
+        stream: Stream,
+        ops: ModuleType,
+        im_end: int,
+        seed: int = 0,
+    ):
         shape, device = target.shape, target.embed.device
         length = pool.tokens.shape[1]
-        self.target, self.layer_ids, self.pool, self.rows, self.ops, self.im_end = target, layer_ids, pool, rows, ops, im_end
+        self.target, self.layer_ids, self.pool, self.rows, self.ops, self.im_end = (
+            target,
+            layer_ids,
+            pool,
+            rows,
+            ops,
+            im_end,
+        )
         self.length = length
         cache = (shape.layers, rows, shape.kv_heads, length, shape.head_dim)
         self.k = torch.zeros(cache, dtype=target.embed.dtype, device=device)
@@ -95,6 +123,8 @@ class Writer:
             if i - 1 in self.layer_ids:
                 features[:, self.layer_ids.index(i - 1)].index_copy_(0, flat, x)
             qkv = F.linear(n, layer["qkv"])
+            if "q_norm" in layer:
+                qkv = self._norm_heads(qkv, layer)
             att = ops.decode_attention(qkv, self.k[i], self.v[i], self.cos, self.sin, self.pos, self.start, shape.heads)
             x, n = ops.add_norm(x, F.linear(att, layer["o"]), layer["norm2"], shape.eps)
             y = F.linear(ops.swiglu(F.linear(n, layer["gate_up"])), layer["down"])
@@ -102,10 +132,22 @@ class Writer:
         if shape.layers - 1 in self.layer_ids:
             features[:, self.layer_ids.index(shape.layers - 1)].index_copy_(0, flat, x)
         self.pool.last.view(-1, width).index_copy_(0, flat, n)
-        for buffer, value in ((self.pool.tokens, self.cur), (self.pool.start, self.start), (self.pool.label, self.wrote)):
+        for buffer, value in (
+            (self.pool.tokens, self.cur),
+            (self.pool.start, self.start),
+            (self.pool.label, self.wrote),
+        ):
             buffer.view(-1).index_copy_(0, flat, value.to(buffer.dtype))
         self.pool.temp.view(-1).index_copy_(0, flat, self.temp)
-        return F.linear(n, t.embed)
+        return F.linear(n, t.head)
+
+    def _norm_heads(self, qkv: Tensor, layer: dict[str, Tensor]) -> Tensor:
+        """Qwen3's norm per head, on the queries and keys of qkv [R, (HQ+2HK)·D]."""
+        s = self.target.shape
+        heads = qkv.view(len(qkv), -1, s.head_dim)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], 1)
+        q, k = rms_norm(q, layer["q_norm"], s.eps), rms_norm(k, layer["k_norm"], s.eps)
+        return torch.cat([q, k, v], 1).view(qkv.shape)
 
     def step(self) -> None:
         """Write position `pos` and choose the token of pos + 1; everything stays on the device."""

@@ -1,7 +1,8 @@
-"""A DFlash drafter as a training forward: master weights in fp32, bf16 copies for the matrix products, SGLang's checkpoint format.
+"""A DFlash drafter as a training forward: master weights in fp32, bf16 copies for the matrix products, SGLang's
+checkpoint format.
 
-Forward only over (row, anchor) blocks whose context features are given; inference with a KV cache lives in the engines. The target's
-embedding is both input table and head and is never trained.
+Forward only over (row, anchor) blocks whose context features are given; inference with a KV cache lives in the
+engines. The target's embedding is both input table and head and is never trained.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ from torch import Tensor
 
 from benchmarks.drafter.target import TargetShape
 
-_SPLIT = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
-          "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",), "norm1": ("input_layernorm",),
-          "norm2": ("post_attention_layernorm",), "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+_SPLIT = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+    "norm1": ("input_layernorm",),
+    "norm2": ("post_attention_layernorm",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+}
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """Sizes of a drafter. `target` gives hidden size, heads, MLP and vocabulary; layer_ids the target layers it reads."""
+    """Sizes of a drafter. `target` gives hidden size, heads, MLP and vocabulary; layer_ids the target layers it
+    reads."""
 
     target: TargetShape
     layers: int
@@ -38,12 +47,27 @@ class DrafterShape:
         """config.json as SGLang's DFlashDraftModel reads it."""
         t = self.target
         return {
-            "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": t.hidden, "intermediate_size": t.inter,
-            "num_attention_heads": t.heads, "num_key_value_heads": t.kv_heads, "head_dim": t.head_dim, "num_hidden_layers": self.layers,
-            "vocab_size": t.vocab, "rms_norm_eps": t.eps, "rope_theta": t.rope_theta, "max_position_embeddings": 8192,
-            "attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-            "block_size": self.block, "num_target_layers": t.layers,
-            "dflash_config": {"mask_token_id": self.mask_id, "target_layer_ids": list(self.layer_ids)}, "bos_token_id": 1, "eos_token_id": 2,
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": t.hidden,
+            "intermediate_size": t.inter,
+            "num_attention_heads": t.heads,
+            "num_key_value_heads": t.kv_heads,
+            "head_dim": t.head_dim,
+            "num_hidden_layers": self.layers,
+            "vocab_size": t.vocab,
+            "rms_norm_eps": t.eps,
+            "rope_theta": t.rope_theta,
+            "max_position_embeddings": 8192,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "block_size": self.block,
+            "num_target_layers": t.layers,
+            "dflash_config": {"mask_token_id": self.mask_id, "target_layer_ids": list(self.layer_ids)},
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         }
 
 
@@ -52,22 +76,39 @@ def initial(shape: DrafterShape, seed: int = 0) -> dict[str, Tensor]:
     t, gen = shape.target, torch.Generator().manual_seed(seed)
     draw = lambda rows, cols, scale=1.0: torch.randn(rows, cols, generator=gen) * (scale / cols**0.5)  # noqa: E731
     deep = (2 * shape.layers) ** -0.5
-    w = {"fc": draw(t.hidden, len(shape.layer_ids) * t.hidden), "hidden_norm": torch.ones(t.hidden), "norm": torch.ones(t.hidden)}
+    w = {
+        "fc": draw(t.hidden, len(shape.layer_ids) * t.hidden),
+        "hidden_norm": torch.ones(t.hidden),
+        "norm": torch.ones(t.hidden),
+    }
     for i in range(shape.layers):
-        w |= {f"{i}.qkv": draw((t.heads + 2 * t.kv_heads) * t.head_dim, t.hidden), f"{i}.o": draw(t.hidden, t.heads * t.head_dim, deep),
-              f"{i}.gate_up": draw(2 * t.inter, t.hidden), f"{i}.down": draw(t.hidden, t.inter, deep), f"{i}.norm1": torch.ones(t.hidden),
-              f"{i}.norm2": torch.ones(t.hidden), f"{i}.q_norm": torch.ones(t.head_dim), f"{i}.k_norm": torch.ones(t.head_dim)}
+        w |= {
+            f"{i}.qkv": draw((t.heads + 2 * t.kv_heads) * t.head_dim, t.hidden),
+            f"{i}.o": draw(t.hidden, t.heads * t.head_dim, deep),
+            f"{i}.gate_up": draw(2 * t.inter, t.hidden),
+            f"{i}.down": draw(t.hidden, t.inter, deep),
+            f"{i}.norm1": torch.ones(t.hidden),
+            f"{i}.norm2": torch.ones(t.hidden),
+            f"{i}.q_norm": torch.ones(t.head_dim),
+            f"{i}.k_norm": torch.ones(t.head_dim),
+        }
     return w
 
 
-def save_checkpoint(weights: dict[str, Tensor], shape: DrafterShape, feature_scale: Tensor, folder: Path, shard_bytes: int = 14_500_000) -> None:
-    """bf16 shards, index and config. `feature_scale` [n·H], by which training multiplies the features, is folded into fc."""
+def save_checkpoint(
+    weights: dict[str, Tensor], shape: DrafterShape, feature_scale: Tensor, folder: Path, shard_bytes: int = 14_500_000
+) -> None:
+    """bf16 shards, index and config. `feature_scale` [n·H], by which training multiplies the features, is folded
+    into fc."""
     folder.mkdir(parents=True, exist_ok=True)
     t, flat = shape.target, {}
     w = {k: v.detach().float().cpu() for k, v in weights.items()}
     flat["fc.weight"] = w["fc"] * feature_scale.float().cpu()
     flat["hidden_norm.weight"], flat["norm.weight"] = w["hidden_norm"], w["norm"]
-    sizes = {"qkv": [t.heads * t.head_dim, t.kv_heads * t.head_dim, t.kv_heads * t.head_dim], "gate_up": [t.inter, t.inter]}
+    sizes = {
+        "qkv": [t.heads * t.head_dim, t.kv_heads * t.head_dim, t.kv_heads * t.head_dim],
+        "gate_up": [t.inter, t.inter],
+    }
     for i in range(shape.layers):
         for name, parts in _SPLIT.items():
             value = w[f"{i}.{name}"]
@@ -86,15 +127,22 @@ def save_checkpoint(weights: dict[str, Tensor], shape: DrafterShape, feature_sca
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         where |= dict.fromkeys(shard, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=1) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where}, indent=1) + "\n"
+    )
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
 
 
 def load_checkpoint(folder: Path, target: TargetShape) -> tuple[DrafterShape, dict[str, Tensor]]:
     """(shape, fp32 weights with feature scale 1) of a folder in SGLang's format."""
     config = json.loads((folder / "config.json").read_text())
-    shape = DrafterShape(target, config["num_hidden_layers"], config["block_size"], config["dflash_config"]["mask_token_id"],
-                         tuple(config["dflash_config"]["target_layer_ids"]))
+    shape = DrafterShape(
+        target,
+        config["num_hidden_layers"],
+        config["block_size"],
+        config["dflash_config"]["mask_token_id"],
+        tuple(config["dflash_config"]["target_layer_ids"]),
+    )
     flat: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as f:
@@ -108,7 +156,8 @@ def load_checkpoint(folder: Path, target: TargetShape) -> tuple[DrafterShape, di
 
 @dataclass
 class Blocks:
-    """Draft blocks over B rows of L tokens, A anchors each. anchor, start, blen [B·A] int32; root [B·A] the anchor's token."""
+    """Draft blocks over B rows of L tokens, A anchors each. anchor, start, blen [B·A] int32; root [B·A] the
+    anchor's token."""
 
     anchor: Tensor
     start: Tensor
@@ -116,9 +165,18 @@ class Blocks:
     root: Tensor
 
 
-def forward(w: dict[str, Tensor], shape: DrafterShape, embed: Tensor, features: Tensor, blocks: Blocks, cos: Tensor, sin: Tensor,
-            ops: ModuleType) -> Tensor:
-    """Hidden states [B·A·S, H] after the last norm. features [B, L, n·H] already scaled; slot 0 of each block is the root token."""
+def forward(
+    w: dict[str, Tensor],
+    shape: DrafterShape,
+    embed: Tensor,
+    features: Tensor,
+    blocks: Blocks,
+    cos: Tensor,
+    sin: Tensor,
+    ops: ModuleType,
+) -> Tensor:
+    """Hidden states [B·A·S, H] after the last norm. features [B, L, n·H] already scaled; slot 0 of each block is
+    the root token."""
     t, s = shape.target, shape.block
     b, length, width = features.shape
     ba, q_width, kv_width = blocks.anchor.numel(), t.heads * t.head_dim, t.kv_heads * t.head_dim
@@ -134,9 +192,21 @@ def forward(w: dict[str, Tensor], shape: DrafterShape, embed: Tensor, features: 
         qkv = F.linear(n, w[f"{i}.qkv"])
         kv_ctx = F.linear(ctx, w[f"{i}.qkv"][q_width:])
         q = ops.head_norm_rope(qkv[:, :q_width], w[f"{i}.q_norm"], cos, sin, pos, t.heads, t.eps)
-        kb = ops.head_norm_rope(qkv[:, q_width : q_width + kv_width], w[f"{i}.k_norm"], cos, sin, pos, t.kv_heads, t.eps)
+        kb = ops.head_norm_rope(
+            qkv[:, q_width : q_width + kv_width], w[f"{i}.k_norm"], cos, sin, pos, t.kv_heads, t.eps
+        )
         kc = ops.head_norm_rope(kv_ctx[:, :kv_width], w[f"{i}.k_norm"], cos, sin, ctx_pos, t.kv_heads, t.eps)
-        att = ops.block_attention(q, kc, kv_ctx[:, kv_width:], kb, qkv[:, q_width + kv_width :], blocks.anchor, blocks.start, blocks.blen, dims)
+        att = ops.block_attention(
+            q,
+            kc,
+            kv_ctx[:, kv_width:],
+            kb,
+            qkv[:, q_width + kv_width :],
+            blocks.anchor,
+            blocks.start,
+            blocks.blen,
+            dims,
+        )
         x, n = ops.add_norm(x, F.linear(att, w[f"{i}.o"]), w[f"{i}.norm2"], t.eps)
         y = F.linear(ops.swiglu(F.linear(n, w[f"{i}.gate_up"])), w[f"{i}.down"])
     return ops.add_norm(x, y, w["norm"], t.eps)[1]

@@ -1,8 +1,8 @@
 """Chats as one stream of int32 codes that a decoding graph can follow without the host.
 
-Code ≥ START: first token of a chat. 0 ≤ code < START: a forced token. END: the chat is over. Other codes < 0: the target writes from here
-until it emits `im_end` or a limit (see `pack_control`). After a control code comes END or a forced `im_end`, which the reader skips when
-the target has just emitted it.
+Code ≥ START: first token of a chat. 0 ≤ code < START: a forced token. END: the chat is over. Other codes < 0: the
+target writes from here until it emits `im_end` or a limit (see `pack_control`). After a control code comes END or a
+forced `im_end`, which the reader skips when the target has just emitted it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Stream:
 
 
 def pack_control(limit: int, hot: int = 0, temperature: int = 0, user: bool = False) -> int:
-    """limit < 1024 tokens; the first `hot` < 16 of them are drawn at T ≥ 1 and not learned; index into TEMPERATURES; user turn or assistant."""
+    """limit < 1024 tokens; the first `hot` < 16 of them are drawn at T ≥ 1 and not learned; index into
+    TEMPERATURES; user turn or assistant."""
     return -1 - (limit + 1024 * (hot + 16 * (temperature + 8 * int(user))))
 
 
@@ -87,7 +88,8 @@ class Mix:
 
 
 def encode_chats(chats: Iterable[dict[str, Any]], tokenizer: Any, mix: Mix, seed: int, max_prompt: int = 400) -> Stream:
-    """Tokenise `prompts.py`'s chats with the ChatML template. `tokenizer` is a `tokenizers.Tokenizer`; longer prompts are dropped."""
+    """Tokenise `prompts.py`'s chats with the ChatML template. `tokenizer` is a `tokenizers.Tokenizer`; longer
+    prompts are dropped."""
     rng = random.Random(seed)
     codes: list[int] = []
     offsets: list[int] = []
@@ -101,8 +103,15 @@ def encode_chats(chats: Iterable[dict[str, Any]], tokenizer: Any, mix: Mix, seed
     return Stream(np.array(codes, dtype=np.int32), np.array(offsets, dtype=np.int64))
 
 
-def _encode_batch(batch: list[dict[str, Any]], tokenizer: Any, mix: Mix, rng: random.Random, codes: list[int], offsets: list[int],
-                  max_prompt: int) -> None:
+def _encode_batch(
+    batch: list[dict[str, Any]],
+    tokenizer: Any,
+    mix: Mix,
+    rng: random.Random,
+    codes: list[int],
+    offsets: list[int],
+    max_prompt: int,
+) -> None:
     pieces: list[str] = []
     for item in batch:
         system = item["system"] if item["system"] is not None else SYSTEM
@@ -143,7 +152,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     with args.prompts.open() as lines:
-        stream = encode_chats((json.loads(line) for line in lines), Tokenizer.from_file(str(args.tokenizer)), Mix(), args.seed)
+        stream = encode_chats(
+            (json.loads(line) for line in lines), Tokenizer.from_file(str(args.tokenizer)), Mix(), args.seed
+        )
     stream.save(args.out)
     print(f"{len(stream.offsets)} chats, {len(stream.codes)} codes")
 

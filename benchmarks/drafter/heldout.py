@@ -1,6 +1,8 @@
-"""Acceptance on the held-out prompts during training: the same measure as `serve_app.models.eval`, fed by the training forward.
+"""Acceptance on the held-out prompts during training: the same measure as `serve_app.models.eval`, fed by the
+training forward.
 
-Fixed continuations: written once at the start of a call, greedy and at T = 0.8, by the same captured decoder as the training text.
+Fixed continuations: written once at the start of a call, greedy and at T = 0.8, by the same captured decoder as the
+training text.
 
     python -m benchmarks.drafter.heldout --tokenizer tokenizer.json --out eval.npz      encodes the prompts for train.py
 """
@@ -37,7 +39,10 @@ def encode_held_out(items: list[dict[str, Any]], tokenizer: Any, limit: int) -> 
         messages = item["messages"]
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": SYSTEM}, *messages]
-        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+        text = (
+            "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+            + "<|im_start|>assistant\n"
+        )
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         offsets.append(len(codes))
         codes += [ids[0] + START, *ids[1:], pack_control(limit), END]
@@ -53,14 +58,20 @@ def at_temperature(stream: Stream, index: int) -> Stream:
 class HeldOut:
     """Continuations of the held-out prompts with features, and the report over them."""
 
-    def __init__(self, target: Target, shape: DrafterShape, args: argparse.Namespace, ops: ModuleType, note: Callable[..., None]) -> None:
+    def __init__(
+        self, target: Target, shape: DrafterShape, args: argparse.Namespace, ops: ModuleType, note: Callable[..., None]
+    ) -> None:
         stream = Stream.load(args.eval_stream)
         self.rows, self.note, self.target, self.shape = len(stream.offsets), note, target, shape
         hidden, device = target.shape.hidden, target.embed.device
         self.pools: dict[float, Pool] = {}
         for temperature, index in ((0.0, 0), (0.8, 4)):
-            pool = Pool.allocate(self.rows, args.eval_length, len(shape.layer_ids) * hidden, hidden, device, target.embed.dtype)
-            writer = Writer(target, list(shape.layer_ids), pool, self.rows, at_temperature(stream, index), ops, args.im_end, seed=7)
+            pool = Pool.allocate(
+                self.rows, args.eval_length, len(shape.layer_ids) * hidden, hidden, device, target.embed.dtype
+            )
+            writer = Writer(
+                target, list(shape.layer_ids), pool, self.rows, at_temperature(stream, index), ops, args.im_end, seed=7
+            )
             if device.type == "cuda":
                 writer.capture()
             writer.fill(0)
@@ -96,7 +107,7 @@ class HeldOut:
                 blocks = trainer.blocks(pool, rows, anchor, torch.full((len(rows), 1), block, device=embed.device))
                 hidden = trainer.hidden(pool, rows, blocks).view(-1, s, embed.shape[1])[:, 1:block]
                 for i in range(0, hidden.shape[0], 256):
-                    logits = F.linear(hidden[i : i + 256], embed)
+                    logits = F.linear(hidden[i : i + 256], self.target.head)
                     if k == 1:
                         best = logits.max(-1, keepdim=True)
                         ids.append(best.indices.int())
@@ -114,11 +125,14 @@ class HeldOut:
         return torch.cat(ids)[index].long(), torch.cat(lps)[index], truth, count.tolist()
 
     def report(self, trainer: Any, label: str, full: bool = False) -> dict[str, Any]:
-        """Chain lengths by walk; with `full`, trees of every budget, for whole and half blocks, and acceptance by depth."""
+        """Chain lengths by walk; with `full`, trees of every budget, for whole and half blocks, and acceptance
+        by depth."""
         out: dict[str, Any] = {}
         for temperature, pool in self.pools.items():
             for block in (self.shape.block, self.shape.block // 2) if full else (self.shape.block,):
-                tokens, logps, truth, counts = self.marginals(trainer, pool, min(max(BUDGETS), self.target.shape.vocab) if full else 1, block)
+                tokens, logps, truth, counts = self.marginals(
+                    trainer, pool, min(max(BUDGETS), self.target.shape.vocab) if full else 1, block
+                )
                 lengths = {"chain": chain_lengths(tokens[:, :, 0], truth)}
                 if full:
                     for name, spine in (("tree", False), ("spine", True)):
@@ -148,7 +162,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=260, help="new tokens per reply")
     args = parser.parse_args(argv)
-    encode_held_out(json.loads(args.prompts.read_text()), Tokenizer.from_file(str(args.tokenizer)), args.limit).save(args.out)
+    encode_held_out(json.loads(args.prompts.read_text()), Tokenizer.from_file(str(args.tokenizer)), args.limit).save(
+        args.out
+    )
 
 
 if __name__ == "__main__":

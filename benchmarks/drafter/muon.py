@@ -1,7 +1,9 @@
-"""Muon for the matrices, Adam for the norms: every update is in place and free of host decisions, so a CUDA graph can hold it.
+"""Muon for the matrices, Adam for the norms: every update is in place and free of host decisions, so a CUDA graph
+can hold it.
 
-Update of a matrix: momentum (Nesterov), orthogonalised by five Newton-Schulz steps, scaled by 0.2·√max(rows, columns) so that its
-entries have the size of AdamW's (Moonlight, arXiv 2502.16982). Fused projections are orthogonalised part by part.
+Update of a matrix: momentum (Nesterov), orthogonalised by five Newton-Schulz steps, scaled by 0.2·√max(rows,
+columns) so that its entries have the size of AdamW's (Moonlight, arXiv 2502.16982). Fused projections are
+orthogonalised part by part.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from torch import Tensor
 
 
 def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrices of a batch g [n, rows ≤ columns], roughly: singular values land in about [0.7, 1.2]. bf16."""
+    """Nearest semi-orthogonal matrices of a batch g [n, rows ≤ columns], roughly: singular values land in about
+    [0.7, 1.2]. bf16."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.bfloat16()
     x = x / (x.float().pow(2).sum((-2, -1), keepdim=True).sqrt() + 1e-7).bfloat16()
@@ -22,9 +25,12 @@ def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Steps fp32 master weights in place. `parts` splits fused matrices by rows; lr and wd are 0-d tensors on the weights' device."""
+    """Steps fp32 master weights in place. `parts` splits fused matrices by rows; lr and wd are 0-d tensors on
+    the weights' device."""
 
-    def __init__(self, weights: dict[str, Tensor], parts: dict[str, list[int]], momentum: float = 0.95, norm_lr: float = 0.25):
+    def __init__(
+        self, weights: dict[str, Tensor], parts: dict[str, list[int]], momentum: float = 0.95, norm_lr: float = 0.25
+    ):
         self.weights, self.momentum, self.norm_lr = weights, momentum, norm_lr
         device = next(iter(weights.values())).device
         self.lr = torch.zeros((), device=device)

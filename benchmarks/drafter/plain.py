@@ -41,9 +41,19 @@ def head_norm_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, 
     return rotate(h, cos[pos], sin[pos]).reshape(x.shape[0], -1)
 
 
-def block_attention(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, anchor: Tensor, start: Tensor, blen: Tensor,
-                    dims: tuple[int, int, int, int, int]) -> Tensor:
-    """Each block of S slots sees context [start, anchor) of its row and the first blen slots of itself. See kernels.BlockAttention."""
+def block_attention(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    anchor: Tensor,
+    start: Tensor,
+    blen: Tensor,
+    dims: tuple[int, int, int, int, int],
+) -> Tensor:
+    """Each block of S slots sees context [start, anchor) of its row and the first blen slots of itself. See
+    kernels.BlockAttention."""
     slots, length, hq, hk, size = dims
     ba, rows = anchor.numel(), kc.shape[0] // length
     per_row = ba // rows
@@ -58,12 +68,24 @@ def block_attention(q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, a
     sc = sc.masked_fill(~ok_c.view(rows, per_row, 1, 1, 1, length), float("-inf"))
     sb = sb.masked_fill(~ok_b.view(rows, per_row, 1, 1, 1, slots), float("-inf"))
     p = torch.softmax(torch.cat([sc, sb], -1) * size**-0.5, -1)
-    out = torch.einsum("raskgl,rlkd->raskgd", p[..., :length], vc) + torch.einsum("raskgt,ratkd->raskgd", p[..., length:], vb)
+    out = torch.einsum("raskgl,rlkd->raskgd", p[..., :length], vc) + torch.einsum(
+        "raskgt,ratkd->raskgd", p[..., length:], vb
+    )
     return out.reshape(ba * slots, hq * size).to(vb.dtype)
 
 
-def head_loss_(z: Tensor, zt: Tensor | None, label: Tensor, base: Tensor, depth: Tensor, tau: Tensor, slots: int, lam: float, beta: float,
-               grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def head_loss_(
+    z: Tensor,
+    zt: Tensor | None,
+    label: Tensor,
+    base: Tensor,
+    depth: Tensor,
+    tau: Tensor,
+    slots: int,
+    lam: float,
+    beta: float,
+    grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.head_loss_: (logq of label, argmax == label, weight); z becomes its own gradient when `grad`."""
     logp = torch.log_softmax(z.float(), -1)
     good = label >= 0
@@ -78,16 +100,17 @@ def head_loss_(z: Tensor, zt: Tensor | None, label: Tensor, base: Tensor, depth:
     if grad:
         goal = torch.zeros_like(logp)
         goal.scatter_(1, label.clamp(min=0)[:, None].long(), 1.0)
-        if zt is not None:
-            goal = lam * goal + (1 - lam) * torch.softmax(zt.float() / tau[:, None], -1)
-        else:
-            goal = lam * goal
+        soft = torch.softmax(zt.float() / tau[:, None], -1) if zt is not None else 0.0
+        goal = lam * goal + (1 - lam) * soft
         z.copy_(weight[:, None] * (logp.exp() - goal))
     return own, hit, weight
 
 
-def decode_attention(qkv: Tensor, kcache: Tensor, vcache: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, start: Tensor, hq: int) -> Tensor:
-    """One token per row: rotate, append to the caches [R, HK, L, D] at `pos`, attend to [start, pos]. Returns [R, HQ·D]."""
+def decode_attention(
+    qkv: Tensor, kcache: Tensor, vcache: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, start: Tensor, hq: int
+) -> Tensor:
+    """One token per row: rotate, append to the caches [R, HK, L, D] at `pos`, attend to [start, pos]. Returns
+    [R, HQ·D]."""
     rows, hk, length, size = kcache.shape
     x = qkv.view(rows, hq + 2 * hk, size)
     at = pos.expand(rows)
@@ -102,6 +125,7 @@ def decode_attention(qkv: Tensor, kcache: Tensor, vcache: Tensor, cos: Tensor, s
 
 
 def sample(logits: Tensor, temp: Tensor, seed: Tensor) -> Tensor:
-    """Argmax where temp is 0, else a draw from softmax(logits / temp). `seed` is unused here: torch's generator draws."""
+    """Argmax where temp is 0, else a draw from softmax(logits / temp). `seed` is unused here: torch's generator
+    draws."""
     noise = -torch.log(-torch.log(torch.rand_like(logits, dtype=torch.float32) + 1e-20) + 1e-20)
     return (logits.float() + temp[:, None] * noise).argmax(-1)

@@ -1,7 +1,9 @@
-"""One training step and its loss: choose rows and anchors, run the drafter, weigh the slots, update. Host-free, so one CUDA graph holds it.
+"""One training step and its loss: choose rows and anchors, run the drafter, weigh the slots, update. Host-free, so
+one CUDA graph holds it.
 
-The loss of slot k mixes the target's own token (hard) with the target's distribution there (soft), weighed by exp(-(k-1)/gamma) and
-by how likely the drafter was to have the block right up to k. Reference: DFlash, arXiv 2602.06036; the reach weight is ours.
+The loss of slot k mixes the target's own token (hard) with the target's distribution there (soft), weighed by
+exp(-(k-1)/gamma) and by how likely the drafter was to have the block right up to k. Reference: DFlash, arXiv
+2602.06036; the reach weight is ours.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from benchmarks.drafter.target import Target, rope_tables
 
 @dataclass(frozen=True)
 class LossMix:
-    """hard: share of the target's token against its distribution; gamma: decay by depth; reach: exponent of the reach weight;
-    greedy_tau: temperature of the soft labels where the text is greedy; short: share of rows trained with a half-length block;
-    sampled: loss on this many random deep slots besides the first five (None: on every slot)."""
+    """hard: share of the target's token against its distribution; gamma: decay by depth; reach: exponent of the
+    reach weight; greedy_tau: temperature of the soft labels where the text is greedy; short: share of rows
+    trained with a half-length block; sampled: loss on this many random deep slots besides the first five
+    (None: on every slot)."""
 
     hard: float = 0.5
     gamma: float = 7.0
@@ -34,7 +37,8 @@ class LossMix:
 
 
 def choose_anchors(pool: Pool, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(anchor [B, count], valid [B, count]): random learned tokens whose successor is learned too; invalid where a row has too few."""
+    """(anchor [B, count], valid [B, count]): random learned tokens whose successor is learned too; invalid where
+    a row has too few."""
     label = pool.label[rows]
     good = torch.zeros_like(label, dtype=torch.bool)
     good[:, :-1] = (label[:, :-1] > 0) & (label[:, 1:] > 0)
@@ -44,7 +48,8 @@ def choose_anchors(pool: Pool, rows: Tensor, count: int) -> tuple[Tensor, Tensor
 
 
 def slot_labels(pool: Pool, rows: Tensor, anchor: Tensor, valid: Tensor, block: int) -> Tensor:
-    """[B, A, block-1] token anchor+k of slot k, -1 from the first token on that the target did not write in this turn."""
+    """[B, A, block-1] token anchor+k of slot k, -1 from the first token on that the target did not write in this
+    turn."""
     length = pool.tokens.shape[1]
     at = anchor[..., None] + torch.arange(1, block, device=anchor.device)
     inside = at < length
@@ -69,16 +74,31 @@ def choose_slots(blocks: int, block: int, sampled: bool, device: torch.device) -
 
 
 class Trainer:
-    """Master weights, working copies, optimiser and the two captured programs: a training step, and a look at fresh rows."""
+    """Master weights, working copies, optimiser and the two captured programs: a training step, and a look at
+    fresh rows."""
 
-    def __init__(self, shape: DrafterShape, masters: dict[str, Tensor], target: Target, pool: Pool, scale: Tensor, mix: LossMix, ops: ModuleType,
-                 batch_rows: int, anchors: int, chunk_blocks: int = 1024):
+    def __init__(
+        self,
+        shape: DrafterShape,
+        masters: dict[str, Tensor],
+        target: Target,
+        pool: Pool,
+        scale: Tensor,
+        mix: LossMix,
+        ops: ModuleType,
+        batch_rows: int,
+        anchors: int,
+        chunk_blocks: int = 1024,
+    ):
         device, dtype = target.embed.device, target.embed.dtype
         self.shape, self.target, self.pool, self.mix, self.ops = shape, target, pool, mix, ops
         self.batch_rows, self.anchors, self.chunk = batch_rows, anchors, chunk_blocks
         self.scale = scale.to(device, dtype)
         self.masters = {k: v.to(device, torch.float32).clone() for k, v in masters.items()}
-        self.work = {k: v.to(dtype if v.dim() == 2 else torch.float32, copy=True).requires_grad_() for k, v in self.masters.items()}
+        self.work = {
+            k: v.to(dtype if v.dim() == 2 else torch.float32, copy=True).requires_grad_()
+            for k, v in self.masters.items()
+        }
         t = shape.target
         kv = t.kv_heads * t.head_dim
         self.opt = Muon(self.masters, {"qkv": [t.heads * t.head_dim, kv, kv], "gate_up": [t.inter, t.inter]})
@@ -98,7 +118,16 @@ class Trainer:
 
     def hidden(self, pool: Pool, rows: Tensor, blocks: Blocks) -> Tensor:
         """Drafter hidden states [B·A·S, H]."""
-        return forward(self.work, self.shape, self.target.embed, pool.features[rows] * self.scale, blocks, self.cos, self.sin, self.ops)
+        return forward(
+            self.work,
+            self.shape,
+            self.target.embed,
+            pool.features[rows] * self.scale,
+            blocks,
+            self.cos,
+            self.sin,
+            self.ops,
+        )
 
     def train_step(self) -> None:
         """One update on random rows of the pool."""
@@ -128,20 +157,32 @@ class Trainer:
                 self.work[name].data.copy_(self.masters[name])
 
     @torch.no_grad()
-    def _head(self, hidden: Tensor, pick: Tensor, before: Tensor, label: Tensor, base: Tensor, depth: Tensor, tau: Tensor) -> Tensor:
+    def _head(
+        self, hidden: Tensor, pick: Tensor, before: Tensor, label: Tensor, base: Tensor, depth: Tensor, tau: Tensor
+    ) -> Tensor:
         """Gradient of the loss with respect to `hidden`, without ever holding all logits."""
         k = depth.shape[1]
-        embed, last = self.target.embed, self.pool.last.view(-1, self.target.shape.hidden)
+        head, last = self.target.head, self.pool.last.view(-1, self.target.shape.hidden)
         out = torch.zeros_like(hidden)
         norm = 1.0 / base.sum()
         for i in range(0, depth.shape[0], self.chunk):
             part = slice(i * k, min((i + self.chunk) * k, pick.numel()))
             here = slice(i, i + self.chunk)
-            z = F.linear(hidden[pick[part]], embed)
-            zt = F.linear(last[before[part]], embed) if self.mix.hard < 1 else None
-            logq, hit, _ = self.ops.head_loss_(z, zt, label[here].reshape(-1), base[here].reshape(-1), depth[here].reshape(-1),
-                                               tau[here].reshape(-1), k, self.mix.hard, self.mix.reach, True)
-            out.index_copy_(0, pick[part], (z @ embed) * norm)
+            z = F.linear(hidden[pick[part]], head)
+            zt = F.linear(last[before[part]], head) if self.mix.hard < 1 else None
+            logq, hit, _ = self.ops.head_loss_(
+                z,
+                zt,
+                label[here].reshape(-1),
+                base[here].reshape(-1),
+                depth[here].reshape(-1),
+                tau[here].reshape(-1),
+                k,
+                self.mix.hard,
+                self.mix.reach,
+                True,
+            )
+            out.index_copy_(0, pick[part], (z @ head) * norm)
             good = (label[here] >= 0).float().view(-1)
             at = depth[here].reshape(-1)
             for row, value in enumerate((good, hit.float(), logq * good)):
@@ -158,7 +199,7 @@ class Trainer:
         label = slot_labels(self.pool, rows, anchor, valid, s).view(-1, s - 1)
         hidden = self.hidden(self.pool, rows, blocks).view(-1, s, self.target.shape.hidden)
         for i in range(0, label.shape[0], self.chunk):
-            top = F.linear(hidden[i : i + self.chunk, 1:], self.target.embed).argmax(-1)
+            top = F.linear(hidden[i : i + self.chunk, 1:], self.target.head).argmax(-1)
             good = (top == label[i : i + self.chunk]).int().cumprod(1).sum(1)
             usable = label[i : i + self.chunk, 0] >= 0
             self.fresh += torch.stack([(good * usable).sum(), usable.sum()]).float()
@@ -190,7 +231,7 @@ class Trainer:
 
     def set_scale(self, scale: Tensor) -> None:
         """Change the features' scale without changing what the drafter computes."""
-        ratio = (self.scale.float() / scale.to(self.scale.device).float())
+        ratio = self.scale.float() / scale.to(self.scale.device).float()
         self.masters["fc"].mul_(ratio)
         self.work["fc"].data.copy_(self.masters["fc"])
         self.scale.copy_(scale)

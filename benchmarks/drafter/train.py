@@ -1,8 +1,9 @@
-"""Train a DFlash drafter: text is written by the target while training, every piece is used for a few hundred steps and replaced.
+"""Train a DFlash drafter: text is written by the target while training, every piece is used for a few hundred steps
+and replaced.
 
-Stops and saves by itself well before `--call-seconds`; run again with the same `--state` to go on. The learning rate follows the seconds
-spent over all calls (`--budget-seconds`): constant, then down to zero over the last part. Not here: the choice of data (prompts.py,
-encode.py), trees and walks (serve_app/models/eval.py).
+Stops and saves by itself well before `--call-seconds`; run again with the same `--state` to go on. The learning
+rate follows the seconds spent over all calls (`--budget-seconds`): constant, then down to zero over the last part.
+Not here: the choice of data (prompts.py, encode.py), trees and walks (serve_app/models/eval.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.drafter import plain
@@ -22,8 +22,9 @@ from benchmarks.drafter.decode import Pool, Writer
 from benchmarks.drafter.drafter import DrafterShape, initial, load_checkpoint, save_checkpoint
 from benchmarks.drafter.encode import Stream
 from benchmarks.drafter.heldout import HeldOut
+from benchmarks.drafter.state import load_state, save_state
 from benchmarks.drafter.step import LossMix, Trainer
-from benchmarks.drafter.target import Target, read_gguf, tiny_target
+from benchmarks.drafter.target import Target, read_directory, read_gguf, tiny_target
 
 
 def learning_rate(spent: float, budget: float, peak: float, decay_from: float, warm: float) -> float:
@@ -33,7 +34,8 @@ def learning_rate(spent: float, budget: float, peak: float, decay_from: float, w
 
 
 def power_of_two_scale(pool: Pool, n: int) -> Tensor:
-    """[n·H] per-layer factor that brings the features of learned tokens to RMS of about 1; powers of two lose no bits."""
+    """[n·H] per-layer factor that brings the features of learned tokens to RMS of about 1; powers of two lose no
+    bits."""
     features = pool.features[: min(64, pool.features.shape[0])]
     keep = pool.label[: features.shape[0]] > 0
     rms = features[keep].float().view(-1, n, features.shape[-1] // n).pow(2).mean((0, 2)).sqrt()
@@ -60,13 +62,34 @@ class Run:
         masters: dict[str, Tensor] = initial(shape, args.seed)
         if args.init:
             shape, masters = load_checkpoint(args.init, self.target.shape)
-        self.shape, self.history, self.spent, self.steps, self.tokens, self.best = shape, [], 0.0, 0, 0, 0.0
+        self.shape, self.history, self.looks = shape, list[dict[str, Any]](), list[float]()
+        self.spent, self.steps, self.tokens, self.best, self.place = 0.0, 0, 0, 0.0, 0
         hidden, width = self.target.shape.hidden, n * self.target.shape.hidden
         self.pool = Pool.allocate(args.rows * args.slots, args.length, width, hidden, device, self.target.embed.dtype)
-        self.writer = Writer(self.target, list(shape.layer_ids), self.pool, args.rows, Stream.load(args.stream), self.ops, args.im_end, args.seed)
+        self.writer = Writer(
+            self.target,
+            list(shape.layer_ids),
+            self.pool,
+            args.rows,
+            Stream.load(args.stream),
+            self.ops,
+            args.im_end,
+            args.seed,
+        )
         self.held = HeldOut(self.target, shape, args, self.ops, self.note)
         mix = LossMix(args.hard, args.gamma, args.reach, args.greedy_tau, args.short, not args.all_slots)
-        self.trainer = Trainer(shape, masters, self.target, self.pool, torch.ones(width), mix, self.ops, args.batch_rows, args.anchors, args.chunk_blocks)
+        self.trainer = Trainer(
+            shape,
+            masters,
+            self.target,
+            self.pool,
+            torch.ones(width),
+            mix,
+            self.ops,
+            args.batch_rows,
+            args.anchors,
+            args.chunk_blocks,
+        )
         self.trainer.opt.decay.fill_(args.weight_decay)
         if args.state.exists():
             self.resume()
@@ -77,7 +100,7 @@ class Run:
         if self.args.cache and self.args.cache.exists():
             target: Target = torch.load(self.args.cache, weights_only=False)
         else:
-            target = read_gguf(self.args.gguf)
+            target = read_directory(self.args.model) if self.args.model else read_gguf(self.args.gguf)
             if self.args.cache:
                 torch.save(target, self.args.cache)
         return target.to(device, torch.bfloat16 if self.cuda else torch.float32)
@@ -93,31 +116,25 @@ class Run:
         return self.args.call_seconds - (time.monotonic() - self.began)
 
     def resume(self) -> None:
-        """Take up weights, optimiser, clock and place in the stream."""
-        state = load_file(self.args.state)
-        facts = json.loads(self.args.state.with_suffix(".json").read_text())
-        self.spent, self.steps, self.tokens, self.history = facts["spent"], facts["steps"], facts["tokens"], facts["history"]
-        self.best = facts["best"]
-        self.writer.next_chat.fill_(facts["next_chat"])
-        self.writer.seed.fill_(facts["draw_seed"])
-        self.trainer.scale.copy_(state["scale"])
-        for k, v in self.trainer.masters.items():
-            v.copy_(state[f"weight.{k}"])
-            self.trainer.work[k].data.copy_(v)
-        if "optimiser.count" in state:
-            self.trainer.opt.load({k.removeprefix("optimiser."): v for k, v in state.items() if k.startswith("optimiser.")})
+        """Take up where the last call stopped."""
+        facts = load_state(self.args.state, self.trainer, self.writer)
+        self.spent, self.steps, self.tokens = facts["spent"], facts["steps"], facts["tokens"]
+        self.best, self.history, self.place = facts["best"], facts["history"], facts["next_chat"]
 
     def save(self) -> None:
-        """Checkpoint for engines, and the state for the next call. Weights of the state are bf16 pairs' sum: fp32 split in two would be larger."""
-        t = self.trainer
-        save_checkpoint(t.masters, self.shape, t.scale, self.args.out)
-        state = {f"weight.{k}": v.cpu().contiguous() for k, v in t.masters.items()}
-        state |= {f"optimiser.{k}": v.contiguous() for k, v in t.opt.state().items()} | {"scale": t.scale.cpu()}
-        save_file(state, self.args.state)
-        facts = {"spent": self.spent, "steps": self.steps, "tokens": self.tokens, "best": self.best, "next_chat": int(self.writer.next_chat),
-                 "draw_seed": int(self.writer.seed), "history": self.history}
-        self.args.state.with_suffix(".json").write_text(json.dumps(facts))
+        """The checkpoint for engines, the held-out answers as token ids, and the state for the next call."""
+        save_checkpoint(self.trainer.masters, self.shape, self.trainer.scale, self.args.out)
         (self.args.out / "continuations.json").write_text(json.dumps(self.held.texts()))
+        names = ("spent", "steps", "tokens", "best", "history")
+        save_state(self.args.state, self.trainer, self.writer, {name: getattr(self, name) for name in names})
+
+    def keep_best(self) -> None:
+        """Keep the weights in OUT-best if the fresh text since the last look was accepted further than ever before."""
+        mean = sum(self.looks) / max(1, len(self.looks))
+        self.looks = []
+        if mean > self.best:
+            self.best = mean
+            save_checkpoint(self.trainer.masters, self.shape, self.trainer.scale, Path(f"{self.args.out}-best"))
 
     def write_slot(self, slot: int) -> None:
         """Fill a slot with new text and log how the drafter does on it before training sees it."""
@@ -129,7 +146,13 @@ class Run:
         took = time.monotonic() - begin
         self.spent += took
         label = self.pool.label[slot % a.slots * a.rows : (slot % a.slots + 1) * a.rows]
-        self.note(event="slot", slot=slot, seconds=round(took, 2), tokens=self.tokens, learned=round(label.float().mean().item(), 3))
+        self.note(
+            event="slot",
+            slot=slot,
+            seconds=round(took, 2),
+            tokens=self.tokens,
+            learned=round(label.float().mean().item(), 3),
+        )
 
     def look(self, slot: int) -> float:
         """Mean acceptance length of the chain over all anchors of fresh text."""
@@ -140,7 +163,8 @@ class Run:
             t.run("look_fresh")
             t.first_row += a.batch_rows
         total, blocks = t.fresh.tolist()
-        return 1 + total / max(1.0, blocks)
+        self.looks.append(1 + total / max(1.0, blocks))
+        return self.looks[-1]
 
     def _sync(self) -> None:
         if self.cuda:
@@ -165,8 +189,16 @@ class Run:
         """One line with the losses since the last."""
         count, hit, logq = self.trainer.stats[:, 1:]
         hit, logq = hit / count.clamp(min=1), logq / count.clamp(min=1)
-        self.note(event="train", slot=slot, steps=self.steps, spent=round(self.spent, 1), lr=round(self.trainer.opt.lr.item(), 6), fresh_chain=round(fresh, 4),
-                  hit=[round(x, 3) for x in hit.tolist()[:8]], loss=[round(-x, 3) for x in logq.tolist()[:8]])
+        self.note(
+            event="train",
+            slot=slot,
+            steps=self.steps,
+            spent=round(self.spent, 1),
+            lr=round(self.trainer.opt.lr.item(), 6),
+            fresh_chain=round(fresh, 4),
+            hit=[round(x, 3) for x in hit.tolist()[:8]],
+            loss=[round(-x, 3) for x in logq.tolist()[:8]],
+        )
         self.trainer.stats.zero_()
 
 
@@ -177,7 +209,7 @@ def loop(run: Run) -> None:
         run.writer.capture()
         run.note(event="captured writer", gib=round(torch.cuda.memory_allocated() / 2**30, 1))
     resumed = run.steps
-    run.writer.next_chat.fill_(json.loads(a.state.with_suffix(".json").read_text())["next_chat"] if resumed else 0)
+    run.writer.next_chat.fill_(run.place)  # capturing moved it
     for slot in range(a.slots):
         run.write_slot(slot)
     if not resumed:
@@ -197,6 +229,7 @@ def loop(run: Run) -> None:
         run.log_train(slot, run.look(slot))
         if time.monotonic() - last_eval > a.eval_seconds:
             run.held.report(run.trainer, f"step {run.steps}")
+            run.keep_best()
             last_eval = time.monotonic()
         slot += 1
     run.save()
@@ -209,8 +242,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--device", default="cuda")
-    add("--tiny", action="store_true", help="a random toy target instead of --gguf")
-    add("--gguf", type=Path)
+    add("--tiny", action="store_true", help="a random toy target")
+    add("--model", type=Path, help="the target's directory (config.json, safetensors)")
+    add("--gguf", type=Path, help="the target as a GGUF file instead")
     add("--cache", type=Path, help="keep the dequantised target here")
     add("--stream", type=Path, required=True, help="encode.py's output")
     add("--eval-stream", type=Path, required=True, help="held-out prompts, one chat each (heldout.py)")
@@ -222,11 +256,33 @@ def parser() -> argparse.ArgumentParser:
     add("--budget-seconds", type=float, default=1000, help="writing and training over all calls: the schedule's length")
     add("--eval-seconds", type=float, default=90)
     add("--full-begin", action="store_true", help="evaluate trees before training too")
-    for name, value in (("layers", 5), ("block", 16), ("mask-id", 16), ("im-end", 2), ("rows", 2560), ("slots", 4), ("length", 768),
-                        ("batch-rows", 64), ("anchors", 48), ("chunk-blocks", 1024), ("seed", 1), ("eval-length", 400)):
+    for name, value in (
+        ("layers", 5),
+        ("block", 16),
+        ("mask-id", 16),
+        ("im-end", 2),
+        ("rows", 2560),
+        ("slots", 4),
+        ("length", 768),
+        ("batch-rows", 64),
+        ("anchors", 48),
+        ("chunk-blocks", 1024),
+        ("seed", 1),
+        ("eval-length", 400),
+    ):
         add(f"--{name}", type=int, default=value)
-    for name, value in (("lr", 4e-3), ("weight-decay", 0.03), ("epochs", 0.5), ("decay-from", 0.6), ("warm-seconds", 10.0), ("hard", 0.5),
-                        ("gamma", 7.0), ("reach", 0.5), ("greedy-tau", 0.6), ("short", 0.25)):
+    for name, value in (
+        ("lr", 4e-3),
+        ("weight-decay", 0.03),
+        ("epochs", 0.5),
+        ("decay-from", 0.6),
+        ("warm-seconds", 10.0),
+        ("hard", 0.5),
+        ("gamma", 7.0),
+        ("reach", 0.5),
+        ("greedy-tau", 0.6),
+        ("short", 0.25),
+    ):
         add(f"--{name}", type=float, default=value)
     add("--all-slots", action="store_true", help="loss on every slot instead of a sample of the deep ones")
     add("--layer-ids", type=int, nargs="+", default=[1, 8, 14, 20, 27])

@@ -1,4 +1,5 @@
-"""Each Triton kernel equals its plain PyTorch twin, values and gradients. Runs through Triton's interpreter where there is no GPU."""
+"""Each Triton kernel equals its plain PyTorch twin, values and gradients. Runs through Triton's interpreter
+where there is no GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def same(name: str, inputs: list[torch.Tensor], call) -> None:
 
 
 def test_add_norm() -> None:
-    same("with residual", [draw(37, 48), draw(37, 48), draw(48)], lambda o, x, y, w: torch.cat(o.add_norm(x, y, w, 1e-5), 1))
+    same(
+        "with residual",
+        [draw(37, 48), draw(37, 48), draw(48)],
+        lambda o, x, y, w: torch.cat(o.add_norm(x, y, w, 1e-5), 1),
+    )
 
 
 def test_add_norm_without_residual() -> None:
@@ -58,9 +63,20 @@ def test_block_attention() -> None:
     anchor = torch.tensor([3, 66, 20, 40, 69, 1], device=DEV, dtype=torch.int32)
     start = torch.tensor([0, 30, 20, 0, 5, 0], device=DEV, dtype=torch.int32)
     blen = torch.tensor([16, 8, 16, 8, 16, 16], device=DEV, dtype=torch.int32)
-    inputs = [draw(ba * slots, hq * size), draw(rows * length, hk * size), draw(rows * length, hk * size), draw(ba * slots, hk * size),
-              draw(ba * slots, hk * size)]
-    same("attention", inputs, lambda o, q, kc, vc, kb, vb: o.block_attention(q, kc, vc, kb, vb, anchor, start, blen, (slots, length, hq, hk, size)))
+    inputs = [
+        draw(ba * slots, hq * size),
+        draw(rows * length, hk * size),
+        draw(rows * length, hk * size),
+        draw(ba * slots, hk * size),
+        draw(ba * slots, hk * size),
+    ]
+    same(
+        "attention",
+        inputs,
+        lambda o, q, kc, vc, kb, vb: o.block_attention(
+            q, kc, vc, kb, vb, anchor, start, blen, (slots, length, hq, hk, size)
+        ),
+    )
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -76,8 +92,10 @@ def test_head_loss(soft: bool) -> None:
     out = []
     for ops in (plain, kernels):
         work = z.clone()
-        stats = ops.head_loss_(work, zt if soft else None, label.view(-1), base, depth.view(-1), tau, slots, 0.5, 0.3, True)
-        good = (label.view(-1) >= 0)
+        stats = ops.head_loss_(
+            work, zt if soft else None, label.view(-1), base, depth.view(-1), tau, slots, 0.5, 0.3, True
+        )
+        good = label.view(-1) >= 0
         out.append([work, stats[0][good], stats[1], stats[2]])
     for a, b in zip(*out, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
