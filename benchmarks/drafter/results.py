@@ -6,6 +6,7 @@ python -m benchmarks.drafter.results --before compare.log --log train1.log train
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def curve(logs: list[list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
 def trials_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The trials of a compare.py log, each with the held-out chains that were logged after it."""
     found = []
-    for trial, report in zip(events, events[1:], strict=False):
+    for trial, report in itertools.pairwise(events):
         if trial["event"] == "trial":
             chains = {"greedy": report["T0.0 block16"]["chain"], "T=0.8": report["T0.8 block16"]["chain"]}
             found.append(
