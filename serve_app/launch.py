@@ -23,6 +23,8 @@ from serve_app.errors import ConfigError
 
 POLL_S = 0.5
 APP_NAME = "default"  # what `serve run` calls it
+# The server is asked directly, whatever proxy the environment names.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
 # gRPC on the replica's own event loop: about half the CPU per chunk (docs/findings.md). Nothing blocks that loop, since
 # the engine steps in its own thread. A whole answer with log-probabilities may be larger than gRPC's default message.
@@ -125,7 +127,7 @@ def _announce(base: str, model: str) -> None:
 
 def _ready(base: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{base}/ready", timeout=60) as answer:
+        with _DIRECT.open(f"{base}/ready", timeout=60) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False

@@ -38,7 +38,14 @@ async def test_method_and_batch_do_not_change_the_answer(make_config: Make, temp
         return [request("x" * n, temperature=temperature, seed=n, max_tokens=10 + n) for n in (1, 5, 40, 90, 2, 7)]
 
     answers = []
-    for speculation in ({"method": "none"}, {"method": "chain"}, {"budget": 20}, {"budget": 0}):
+    variants = (
+        {"method": "none"},
+        {"method": "chain"},
+        {"method": "chain", "budget": 0},
+        {"budget": 20},
+        {"budget": 0},
+    )
+    for speculation in variants:
         async with running(make_config(speculation=speculation)) as engine:
             alone = [(await collect(engine, one)).tokens for one in requests()]
             together = [one.tokens for one in await asyncio.gather(*(collect(engine, r) for r in requests()))]
@@ -122,6 +129,8 @@ async def test_chat_messages_go_through_the_template(make_config: Make) -> None:
         ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, Unsupported, "tools", ""),
         ({"prompt": ""}, InvalidRequest, "prompt", "empty"),
+        ({"prompt": "a\ud800"}, InvalidRequest, "prompt", "Unicode"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, InvalidRequest, "messages", "Unicode"),
         ({"prompt_token_ids": (VOCAB,)}, InvalidRequest, "prompt", str(VOCAB - 1)),
         ({"prompt": "x" * 256}, ContextLengthExceeded, "prompt", "256"),
         ({"prompt": "x" * 250, "max_tokens": 7}, ContextLengthExceeded, "max_tokens", "257"),
