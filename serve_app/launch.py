@@ -22,6 +22,7 @@ from serve_app.config import load_config
 from serve_app.errors import ConfigError
 
 POLL_S = 0.5
+APP_NAME = "default"  # what `serve run` calls it
 # The server is asked directly, whatever proxy the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
@@ -65,7 +66,7 @@ def _serve_run(host: str, port: int) -> int:
         ray.init(namespace="serve")
         # After ray.init, which installs handlers of its own.
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _interrupt)
+            signal.signal(number, _drain_first)
         serve.start(http_options={"host": host, "port": port})
         cli(["run", "serve_app:app"], standalone_mode=False)
     except KeyboardInterrupt:
@@ -73,6 +74,27 @@ def _serve_run(host: str, port: int) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     return 0
+
+
+def _drain_first(*_: object) -> None:
+    """Serve's shutdown kills the proxies before anything else, which would cut running answers; deleting the
+    application first lets them end, within the replicas' own time. A second signal does not wait."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    # Not here: the main thread may be inside Ray, holding its locks.
+    threading.Thread(target=_drain, daemon=True).start()
+
+
+def _drain() -> None:
+    from ray import serve
+
+    try:
+        serve.delete(APP_NAME)
+    except Exception as error:
+        print(f"the application did not drain: {error}", file=sys.stderr)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    signal.pthread_kill(main_thread, signal.SIGINT)
 
 
 def _interrupt(*_: object) -> NoReturn:

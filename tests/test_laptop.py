@@ -180,6 +180,13 @@ def test_the_launcher_serves_from_any_directory_says_so_and_stops(tmp_path: Path
         body = {"model": MODEL, "messages": user("Hello"), "max_tokens": 4}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60, trust_env=False)
         assert answer.json()["usage"]["completion_tokens"] <= 4
+        running = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", answer.url, json=running, timeout=60, trust_env=False) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            *_, finish, _, done, _ = lines
+        assert '"finish_reason":"length"' in finish and done == "data: [DONE]"
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(60)
