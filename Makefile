@@ -26,6 +26,7 @@ $(VENV)/bin/python:
 
 # Torch first and on its own: a later, wider requirement would otherwise replace the build that was chosen here.
 $(BASE): pyproject.toml | $(VENV)/bin/python
+	@echo "Installing PyTorch and the package; some minutes, gigabytes where the index has only CUDA builds."
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e .
 	@touch $@

@@ -56,7 +56,7 @@ PROMPTS = [
     "Compare cats and dogs as pets.",
     "How does a bicycle stay upright?",
 ]
-SWEEP = (8, 12, 16, 24, 32, 48, 64)
+SWEEP = (7, 11, 15, 23, 31, 47, 63)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import socket
 import statistics
@@ -131,8 +130,7 @@ async def serve_and_measure(model: str, tokens: int, repeats: int, levels: list[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
-    log = open(os.devnull, "wb")  # noqa: SIM115  # handed to the child
-    child = subprocess.Popen(command, stdout=log, stderr=log)
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     base = f"http://127.0.0.1:{port}"
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(START_TIMEOUT_S):
@@ -144,7 +142,6 @@ async def serve_and_measure(model: str, tokens: int, repeats: int, levels: list[
     finally:
         child.send_signal(signal.SIGINT)
         child.wait(60)
-        log.close()
 
 
 async def ready(session: aiohttp.ClientSession, base: str) -> bool:

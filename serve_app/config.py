@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -46,12 +46,13 @@ class ModelConfig(_Frozen):
 
 class SpeculationConfig(_Frozen):
     """How drafts are made. `method`: `ddtree` verifies a draft tree, `chain` the drafter's argmax block, `none`
-    one token a step. `budget`: tree nodes without the root, "auto" for what measured best on the device."""
+    one token a step. `budget`: tree nodes without the root, "auto" for what measured best on the device and batch.
+    `top_k`: candidates per depth. `spine_first`: the whole top-1 chain is in every tree, the rest is best first."""
 
     method: Literal["ddtree", "chain", "none"] = "ddtree"
     budget: int | Literal["auto"] = "auto"
     top_k: int = Field(8, ge=1, le=64)
-    spine_first: bool = True
+    spine_first: bool = False
 
     @field_validator("budget")
     @classmethod
@@ -69,7 +70,7 @@ class EngineConfig(_Frozen):
     max_running: int = Field(8, ge=1, le=256)
     max_queued: int = Field(256, ge=0)
     prefill_chunk: int = Field(512, ge=16)
-    threads: int | Literal["auto"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     cuda_graphs: bool = True
 
 
@@ -147,7 +148,8 @@ def load_config(
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [(".".join(str(p) for p in e["loc"]), e["msg"]) for e in error.errors()]
+        # A key has two levels; what follows names a branch of its type.
+        problems = [(".".join(str(p) for p in e["loc"][:2]), e["msg"]) for e in error.errors()]
         text = "; ".join(f"{where or 'config'}: {what}" for where, what in problems)
         raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
 

@@ -28,6 +28,8 @@ from serve_app.errors import ConfigError
 
 logger = logging.getLogger("ray.serve.ddtree.metrics")
 MISSED_HEARTBEATS = 3
+# Processes of one node that may export from a fixed port on.
+PORTS = 64
 
 
 class ExporterDirectory:
@@ -59,10 +61,7 @@ class Exporter:
     def __init__(self, registry: CollectorRegistry, config: MetricsConfig, directory: Any) -> None:
         self._directory, self._config = directory, config
         host = ray.util.get_node_ip_address() if config.host == "auto" else config.host
-        try:
-            self._server, self._thread = start_http_server(config.port, addr=host, registry=registry)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{config.port}: {error}", param="metrics.port") from error
+        self._server, self._thread = _listen(host, config.port, registry)
         context = serve.get_replica_context()
         self.name = f"{context.deployment}#{context.replica_tag}"
         self.url = f"http://{host}:{self._server.server_port}/metrics"
@@ -87,6 +86,16 @@ class Exporter:
             await asyncio.wait_for(self._directory.leave.remote(self.name), self._config.heartbeat_s)
         # shutdown() waits for the server's loop, up to half a second.
         await asyncio.to_thread(_close, self._server, self._thread)
+
+
+def _listen(host: str, port: int, registry: CollectorRegistry) -> tuple[Any, threading.Thread]:
+    """Serve `registry` on `port`, or on the next free one: processes of one node share the configuration."""
+    for candidate in range(port, min(port + PORTS, 65536)) if port else (0,):
+        try:
+            return start_http_server(candidate, addr=host, registry=registry)
+        except OSError as error:
+            failure = error
+    raise ConfigError(f"cannot listen on {host} from port {port} on: {failure}", param="metrics.port") from failure
 
 
 def _close(server: Any, thread: threading.Thread) -> None:

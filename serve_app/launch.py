@@ -22,6 +22,8 @@ from serve_app.config import load_config
 from serve_app.errors import ConfigError
 
 POLL_S = 0.5
+# The server is asked directly, whatever proxy the environment names.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
 # gRPC on the replica's own event loop: about half the CPU per chunk (docs/findings.md). Nothing blocks that loop, since
 # the engine steps in its own thread. A whole answer with log-probabilities may be larger than gRPC's default message.
@@ -29,6 +31,7 @@ SERVE_SWITCHES = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.edge.middlewares",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024 * 1024),
 }
 
@@ -102,7 +105,7 @@ def _announce(base: str, model: str) -> None:
 
 def _ready(base: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{base}/ready", timeout=60) as answer:
+        with _DIRECT.open(f"{base}/ready", timeout=60) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False

@@ -13,7 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.launch import SERVE_SWITCHES
+
 ROOT = Path(__file__).resolve().parent.parent
+RAY_STARTS = 3
 FAKE_ENGINE = "tests.fake_engine:FakeEngine"
 
 
@@ -43,19 +46,42 @@ def serve_port() -> Iterator[int]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-    from ray import serve
-
+    # As the launcher runs it.
+    os.environ.update(SERVE_SWITCHES)
     # Short: paths of unix sockets are limited to about 100 characters.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    port = free_port()
-    ray.init(
-        address="local", _temp_dir=directory, include_dashboard=False, num_cpus=16, num_gpus=0,
-        object_store_memory=128 * 1024 * 1024, log_to_driver=False,
-    )  # fmt: skip
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    yield port
-    serve.shutdown()
+    try:
+        start_ray(directory)
+        from ray import serve
+
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield port
+        serve.shutdown()
+    finally:
+        stop_ray(directory)
+
+
+def start_ray(directory: str) -> None:
+    """A local cluster. Ray gives a node 30 s to register, which a busy machine can miss, so try again."""
+    import ray
+
+    for attempt in range(1, RAY_STARTS + 1):
+        try:
+            ray.init(
+                address="local", _temp_dir=directory, include_dashboard=False, num_cpus=16, num_gpus=0,
+                object_store_memory=128 * 1024 * 1024, log_to_driver=False,
+            )  # fmt: skip
+            return
+        except Exception:
+            ray.shutdown()
+            if attempt == RAY_STARTS:
+                raise
+
+
+def stop_ray(directory: str) -> None:
+    import ray
+
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 

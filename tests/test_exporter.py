@@ -7,8 +7,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.exporter import ExporterDirectory, merge, scrape
+from serve_app.exporter import PORTS, ExporterDirectory, _close, _listen, merge, scrape
 from serve_app.metrics import EngineMetrics, GatewayMetrics
+from tests.conftest import free_port
 
 
 def page(count: float) -> str:
@@ -86,3 +87,14 @@ def test_the_products_series_survive_merging() -> None:
     text = generate_latest(registry).decode()
     names = {f.name for f in text_string_to_metric_families(text) if not f.name.endswith("_created")}
     assert {f.name for f in text_string_to_metric_families(merge({"x": text}).decode())} == names
+
+
+def test_processes_of_one_node_share_a_configured_port_range() -> None:
+    first = free_port()
+    servers = [_listen("127.0.0.1", first, CollectorRegistry()) for _ in range(2)]
+    try:
+        ports = [server.server_port for server, _ in servers]
+        assert ports[0] == first < ports[1] < first + PORTS
+    finally:
+        for server, thread in servers:
+            _close(server, thread)

@@ -3,6 +3,9 @@
 Trees are built so that a smaller budget's tree is the first nodes of a larger one's; one tree therefore tells the
 expectation of every budget up to its own.
 
+For callers that have measured their costs per width. The embedded engine uses a measured table by batch size instead
+(`engines/local/speculation.py`), which needs no cost model.
+
 What this module does not do: measure costs or build trees.
 """
 

@@ -72,7 +72,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural log) of one emitted token and of its best alternatives."""
+    """Log-probability (natural log) of one emitted token and of its best alternatives.
+
+    `bytes` are what the token adds to the text: none for special tokens, which `token` spells.
+    """
 
     token_id: int
     token: str

@@ -14,8 +14,9 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
+import grpc
 from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.engines.base import GenerateRequest, ModelInfo
@@ -108,7 +109,17 @@ def _ray_errors() -> Iterator[None]:
     except BackPressureError:
         raise Overloaded("All queues are full; try again later.", retry_after=1) from None
     except (RayActorError, DeploymentUnavailableError):
-        raise NotReady("The replica that worked on this request is gone.", code="replica_lost", retry_after=1) from None
-    except RayError as error:
+        raise _lost() from None
+    except asyncio.CancelledError:
+        # Where replicas speak gRPC, a cancellation at their end arrives as this too; only this task's own is passed on.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _lost() from None
+    except (RayError, RayServeException, grpc.RpcError) as error:
         logger.error("replica call failed", exc_info=error)
         raise EngineFailed("The replica failed while it worked on this request.") from None
+
+
+def _lost() -> NotReady:
+    return NotReady("The replica that worked on this request is gone.", code="replica_lost", retry_after=1)

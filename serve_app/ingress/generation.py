@@ -6,6 +6,7 @@ What this module does not do: validation and rendering (see `protocol`); routes 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.config import Config
 from serve_app.engines.base import ModelInfo
-from serve_app.errors import EngineFailed, ServeError
+from serve_app.errors import EngineFailed, NotReady, ServeError
 from serve_app.ingress.backend import Backend
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job, error_frames
 
+logger = logging.getLogger("ray.serve.ddtree.ingress")
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -60,10 +62,15 @@ class Generation(Response):
                 async with bounded(receive, self._deadline_at):
                     body = await self._run(send)
         except ServeError as error:
+            self._doubt(error)
             if not self._streaming or isinstance(error, Disconnected):
                 raise
-            self._fail(error)
-            body = error_frames(error)
+            body = self._broken(error)
+        except Exception:
+            if not self._streaming:
+                raise
+            logger.exception("request %s failed in its stream", self._record.request_id)
+            body = self._broken(ServeError("The server failed on this request."))
         # Outside the watch: the server may report a disconnect as soon as the last message is out.
         if not self._streaming:
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -111,7 +118,17 @@ class Generation(Response):
                 itl.observe((now - self._last) / item.tokens)
         self._last = now
 
+    def _broken(self, error: ServeError) -> bytes:
+        self._fail(error)
+        return error_frames(error)
+
+    def _doubt(self, error: ServeError) -> None:
+        """After a lost replica or a failed engine, earlier tokens prove nothing to /ready."""
+        if isinstance(error, (NotReady, EngineFailed)):
+            self._gateway.last_token_at = None
+
     def _fail(self, error: ServeError) -> None:
+        self._doubt(error)
         self._record.error, self._record.status = error, error.status
         self._gateway.metrics.stream_errors.labels(self._record.model).inc()
 

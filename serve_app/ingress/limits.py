@@ -13,22 +13,23 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive
 
+from serve_app.edge import FORWARDED_TIMEOUT_HEADER, TIMEOUT_HEADER
 from serve_app.errors import BodyTooLarge, DeadlineExceeded, UnsupportedMediaType
 from serve_app.ingress.scope import Disconnected, Record
-
-TIMEOUT_HEADER = "x-request-timeout-seconds"
 
 
 def deadline(record: Record, headers: Headers, limit_s: float) -> float:
     """Monotonic time at which the request must have been answered.
 
-    Serve's proxy obeys the same header, with a plain-text answer; a tenth less lets ours come first.
+    Where `edge` is not in front, Serve's proxy obeys the client's header, with a plain-text answer; a tenth less lets
+    ours come first.
     """
+    forwarded = headers.get(FORWARDED_TIMEOUT_HEADER)
     try:
-        wanted = float(headers.get(TIMEOUT_HEADER, ""))
+        wanted = float(headers.get(TIMEOUT_HEADER, "")) * 0.9 if forwarded is None else float(forwarded)
     except ValueError:
         wanted = 0.0
-    return record.started + (min(limit_s, 0.9 * wanted) if wanted > 0 else limit_s)
+    return record.started + (min(limit_s, wanted) if wanted > 0 else limit_s)
 
 
 async def read_body(request: Request, limit: int, deadline_at: float) -> bytes:

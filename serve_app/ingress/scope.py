@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.edge import SANE_ID
 from serve_app.errors import (
     Aborted,
     AuthenticationFailed,
@@ -35,7 +35,6 @@ from serve_app.metrics import GatewayMetrics
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 UNKNOWN_MODEL = "unknown"
 UNMATCHED_ROUTE = "unmatched"
-_SANE_ID = re.compile(r"^[A-Za-z0-9._:/+=@-]{1,128}$")
 _REASONS: tuple[tuple[type[ServeError], str], ...] = (
     (AuthenticationFailed, "auth"),
     (RateLimited, "rate"),
@@ -73,7 +72,7 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        record = Record(given if _SANE_ID.match(given) else uuid.uuid4().hex)
+        record = Record(given if SANE_ID.match(given) else uuid.uuid4().hex)
         scope.setdefault("state", {})["record"] = record
         started = False
 

@@ -1,4 +1,4 @@
-"""`python -m serve_app.models list | path NAME | fetch NAME | verify NAME`.
+"""`python -m serve_app.models list | path NAME | fetch NAME | verify NAME | eval …`.
 
 Paths and lists go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed (one line says why), 2 wrong
 usage, 130 interrupted, 143 terminated.
@@ -21,7 +21,13 @@ from serve_app.models.sources import check_model, is_local, local_path, resolve,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments_given = list(sys.argv[1:] if argv is None else argv)
+    if arguments_given[:1] == ["eval"]:
+        # Needs torch and has options of its own; everything else starts without them.
+        from serve_app.models.eval import main as evaluate
+
+        return evaluate(arguments_given[1:])
+    arguments = _parser().parse_args(arguments_given)
     logging.basicConfig(stream=sys.stderr, format="%(message)s", level=logging.WARNING)
     logging.getLogger("serve_app.models").setLevel(logging.INFO)
     # A container stops with SIGTERM; as an exception it cleans up like Ctrl-C.
@@ -54,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     force = add("fetch", _fetch, "fetch and convert a model, and print its directory")
     force.add_argument("--force", action="store_true", help="even if it is in the cache")
     add("verify", _verify, "hash every file of a cached model")
+    commands.add_parser("eval", help="acceptance of a drafter on held-out prompts (`eval --help`)")
     return parser
 
 

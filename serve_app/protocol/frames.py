@@ -43,6 +43,15 @@ class _Choice:
     characters: int = 0
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
+    def offset_of(self, raw: bytes) -> int:
+        """Where the text of one more token begins, in characters of the answer."""
+        pending = bytes(self.decoder.getstate()[0])
+        broken = bool(pending and raw) and not _continues(pending, raw[0])
+        # A character that breaks off became U+FFFD, which is not this token's text.
+        offset = self.characters + broken
+        self.characters += len(self.decoder.decode(raw))
+        return offset
+
     def take(self, chunk: Chunk) -> None:
         self.tokens += len(chunk.token_ids)
         self.finish_reason = chunk.finish_reason or self.finish_reason
@@ -140,6 +149,14 @@ def _delta(chunk: Chunk, first: bool) -> dict[str, Any]:
     return delta
 
 
+def _continues(pending: bytes, byte: int) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")("strict").decode(pending + bytes([byte]))
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _finite(value: float) -> float:
     return max(value, MIN_LOGPROB)
 
@@ -160,10 +177,7 @@ def _legacy_logprobs(choice: _Choice, logprobs: Sequence[TokenLogprob] | None) -
     offset of the next."""
     if logprobs is None:
         return None
-    offsets = []
-    for one in logprobs:
-        offsets.append(choice.characters)
-        choice.characters += len(choice.decoder.decode(bytes(one.bytes)))
+    offsets = [choice.offset_of(bytes(one.bytes)) for one in logprobs]
     return {
         "tokens": [one.token for one in logprobs],
         "token_logprobs": [_finite(one.logprob) for one in logprobs],

@@ -86,6 +86,9 @@ def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int
     prompts = _prompts(wire, info)
     if len(prompts) > max_prompts:
         raise InvalidRequest(f"prompt may have at most {max_prompts} entries.", param="prompt")
+    if len(prompts) * n > max(max_prompts, max_choices):
+        most = max(max_prompts, max_choices)
+        raise InvalidRequest(f"Prompts times n may be at most {most} choices.", param="n")
     limit = COMPLETION_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens
     sampling = _sampling(wire, info, limit, wire.logprobs, max_choices)
     id = _new_id("cmpl")

@@ -43,13 +43,15 @@ def _as_error(model: type[BaseModel], findings: list[Any], body: dict[str, Any])
     extra = field.json_schema_extra if field else None
     if field is not None and isinstance(extra, dict) and extra.get("x-unsupported"):
         return Unsupported(f"{top} cannot be used as given. {field.description}", param=str(top))
-    # Of a union's branches, the one that got furthest is the one the client meant.
+    # Of a union's branches, the one that got furthest is the one the client meant; at equal depth, the right type.
     same = [(_path(f, body), f) for f in findings if f["loc"][0] == top]
-    path, finding = max(same, key=lambda pair: len(pair[0]))
+    path, finding = max(same, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     param = _dotted(path)
     if _value_at(body, path) in _MEDIA_PARTS and path[-1] == "type":
         return Unsupported("Only text content is offered; the model does not read media.", param=param)
-    return InvalidRequest(f"{param or 'The request body'} {_reason(finding, same, len(path))}.", param=param)
+    return InvalidRequest(
+        f"{param or 'The request body'} {_reason(finding, same, len(path), param is not None)}.", param=param
+    )
 
 
 def _path(finding: Any, body: Any) -> list[str | int]:
@@ -93,12 +95,12 @@ def _value_at(node: Any, path: list[str | int]) -> str | None:
     return node if isinstance(node, str) else None
 
 
-def _reason(finding: Any, same: list[tuple[list[str | int], Any]], depth: int) -> str:
+def _reason(finding: Any, same: list[tuple[list[str | int], Any]], depth: int, named: bool) -> str:
     kind = finding["type"]
     if kind in ("missing", "union_tag_not_found"):
         return "is required"
     if kind == "extra_forbidden":
-        return "is not a known parameter"
+        return "is not a known parameter" if named else "has an unknown parameter"
     if kind == "union_tag_invalid":
         return f"must be one of {finding['ctx']['expected_tags']}"
     if kind == "none_required":

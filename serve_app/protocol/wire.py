@@ -60,7 +60,8 @@ class Sampling(Wire):
     # Extensions that most open engines share.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 and -1 are off.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    # Logits are divided by it: near zero they would overflow float32.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None

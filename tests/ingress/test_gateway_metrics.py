@@ -12,10 +12,10 @@ from tests.direct import direct_client, make_gateway
 CHAT = "/v1/chat/completions"
 
 
-async def after(path: str, body: Any = None, **request: Any) -> Gateway:
-    gateway = await make_gateway({"ingress": {"request_timeout_s": 0.5}})
+async def after(path: str, body: Any = None, **config: Any) -> Gateway:
+    gateway = await make_gateway({"ingress": config})
     async with direct_client(gateway) as client:
-        await client.request("POST" if body is not None else "GET", path, json=body, **request)
+        await client.request("POST" if body is not None else "GET", path, json=body)
     return gateway
 
 
@@ -60,10 +60,10 @@ async def test_a_stream_that_broke_off_is_counted_and_is_no_refusal() -> None:
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("refuse=Overloaded", "overload"), ("refuse=InvalidRequest", "invalid"), ("stall=9 a", "deadline")],
+    [("refuse=Overloaded", "overload"), ("refuse=InvalidRequest", "invalid"), ("stall=60 a", "deadline")],
 )
 async def test_refusals_are_counted_by_reason(script: str, reason: str) -> None:
-    gateway = await after(CHAT, chat(script))
+    gateway = await after(CHAT, chat(script), request_timeout_s=2)
     assert gateway.registry.get_sample_value("gateway_rejected_total", {"reason": reason}) == 1
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.protocol import Item, Job
 from tests.conftest import chat
 from tests.direct import direct_client, make_gateway
 
@@ -125,6 +127,23 @@ async def test_a_failure_in_mid_stream_is_an_error_frame_and_done() -> None:
     assert sum("error" in event for event in events) == 1
 
 
+async def test_an_unexpected_fault_in_mid_stream_is_an_error_frame_without_details() -> None:
+    gateway = await make_gateway()
+    generate = gateway.backend.generate
+
+    async def broken(job: Job) -> AsyncIterator[Item]:
+        async for item in generate(job):
+            yield item
+            raise ArithmeticError("secret")
+
+    gateway.backend.generate = broken  # type: ignore[method-assign]
+    async with direct_client(gateway) as client:
+        response = await client.post(CHAT, json=chat("a b", stream=True))
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_out_of_time_is_answered_and_not_to_be_retried(stream: bool) -> None:
     async with direct_client() as client:
@@ -138,7 +157,7 @@ async def test_a_request_out_of_time_is_answered_and_not_to_be_retried(stream: b
 async def test_a_stream_out_of_time_ends_with_an_error_frame() -> None:
     async with direct_client() as client:
         response = await client.post(
-            CHAT, json=chat("a delay=0.15 b c d e", stream=True), headers={"x-request-timeout-seconds": "0.4"}
+            CHAT, json=chat("a delay=0.1 repeat=500", stream=True), headers={"x-request-timeout-seconds": "2"}
         )
     assert '"code":"deadline_exceeded"' in response.text and response.text.endswith("data: [DONE]\n\n")
 
@@ -196,3 +215,20 @@ async def test_an_unexpected_fault_is_an_envelope_without_details() -> None:
         response = await client.get("/v1/models")
     assert (response.status_code, envelope(response)["code"]) == (500, "internal_error")
     assert "NoneType" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_takes_back_what_earlier_tokens_proved(stream: bool) -> None:
+    gateway = await make_gateway({"ingress": {"ready_max_age_s": 60}})
+    async with direct_client(gateway) as client:
+        await client.post(CHAT, json=chat("a"))
+        assert gateway.last_token_at is not None
+        await client.post(CHAT, json=chat("a b fail_at=1", stream=stream))
+        assert gateway.last_token_at is None
+
+
+async def test_a_timeout_forwarded_by_the_edge_is_obeyed() -> None:
+    async with direct_client() as client:
+        headers = {"x-ddtree-timeout-seconds": "0.1"}
+        response = await client.post(CHAT, json=chat("stall=9 a"), headers=headers)
+    assert (response.status_code, envelope(response)["code"]) == (504, "deadline_exceeded")

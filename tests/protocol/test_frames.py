@@ -138,6 +138,24 @@ def test_legacy_offsets_count_characters_even_when_a_character_spans_tokens(stre
     assert offsets == [0, 1, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        [b"\xf0\x9f", b"region", b"z"],
+        [b"\xf0", "\u0435".encode(), b"z"],
+        [b"\xf0", b"\x80", b"z"],
+        [b"\xef\xbf", b"\xbd", b"z"],
+        [b"a", b"\xf0\x9f", b"", b"z"],
+    ],
+)
+def test_legacy_offsets_count_characters_that_broke_off(raw: list[bytes]) -> None:
+    renderer = Renderer(make_job(chat=False, stream=False))
+    for piece in raw:
+        renderer.collect(0, chunk("", logprobs=(logprob(piece),)))
+    offset = json.loads(renderer.body())["choices"][0]["logprobs"]["text_offset"][-1]
+    assert b"".join(raw).decode("utf-8", "replace")[offset:] == "z"
+
+
 def test_parsed_deltas_pass_through() -> None:
     data = Renderer(make_job()).frame(0, chunk("", delta={"reasoning_content": "hm"}))
     assert events(data)[0]["choices"][0]["delta"] == {"role": "assistant", "reasoning_content": "hm"}

@@ -162,3 +162,9 @@ def test_best_of_may_only_repeat_n() -> None:
 def test_tokenize_takes_exactly_one_input(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         tokenize_request(validate(TokenizeRequest, fields))
+
+
+def test_prompts_times_n_is_bounded() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        make_text(prompt=["a", "b"], n=4)
+    assert refused.value.param == "n"

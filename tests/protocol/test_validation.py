@@ -61,6 +61,7 @@ WRONG_CHAT = [
     ({"top_k": -2}, "top_k"),
     ({"min_p": 1.5}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"frobnicate": SECRET}, "frobnicate"),
     ({"Frob nicate": SECRET}, None),
 ]
@@ -145,6 +146,21 @@ def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         validate(ChatRequest, {key: value for key, value in CHAT.items() if key != field})
     assert (caught.value.param, caught.value.message) == (field, f"{field} is required.")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop must have at most 4 items"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content must have at least 1 item"),
+        ({"stop": {}}, "stop must be a valid string or must be a valid list"),
+        ({"Frob nicate": SECRET}, "The request body has an unknown parameter"),
+    ],
+)
+def test_the_reason_is_that_of_the_type_which_was_sent(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatRequest, CHAT | change)
+    assert caught.value.message.startswith(reason)
 
 
 @pytest.mark.parametrize(("change", "param"), UNSUPPORTED_CHAT)

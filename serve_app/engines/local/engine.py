@@ -29,6 +29,7 @@ from serve_app.engines.local.sequence import Sequence, Sink
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.local.submission import Submission
 from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
+from serve_app.metrics import EngineMetrics
 
 # Faulty steps in a row after which health reports the engine unusable.
 _FAULTS = 3
@@ -49,6 +50,7 @@ class LocalEngine:
         self._config, self._registry = config, registry
         self._health_timeout = health_timeout_s
         self._parts: Parts | None = None
+        self._metrics: EngineMetrics | None = None
         self._loop: StepLoop | None = None
         self._starting = asyncio.Lock()
         self._lock = threading.Lock()
@@ -64,20 +66,28 @@ class LocalEngine:
         async with self._starting:
             if self._loop is not None:
                 return
-            self._parts = await asyncio.to_thread(load, self._config, self._registry)
+            self._parts = await asyncio.to_thread(load, self._config, self._registry, self._metrics)
+            self._metrics = self._parts.metrics
             self._dead = None
             self._loop = StepLoop(self._parts.stepper, self._on_death)
             self._loop.start()
-            await self.health()
+            try:
+                await self.health()
+            except BaseException:
+                await self._end()
+                raise
 
     async def stop(self) -> None:
         async with self._starting:
-            loop, parts, self._loop = self._loop, self._parts, None
-            if loop is None or parts is None:
-                return
-            await asyncio.to_thread(loop.stop, partial(_abort_all, parts))
-            parts.runner.release()
-            self._parts = None
+            await self._end()
+
+    async def _end(self) -> None:
+        loop, parts, self._loop = self._loop, self._parts, None
+        if loop is None or parts is None:
+            return
+        await asyncio.to_thread(loop.stop, partial(_abort_all, parts))
+        parts.runner.release()
+        self._parts = None
 
     def _on_death(self, error: BaseException) -> None:
         self._dead = f"the step loop died: {type(error).__name__}"
@@ -85,6 +95,11 @@ class LocalEngine:
             for sequence in self._parts.stepper.scheduler.everything():
                 self._parts.stepper.scheduler.remove(sequence)
                 sequence.sink(EngineFailed(self._dead))
+        # Also those whose sequences were posted and never reached the scheduler.
+        with self._lock:
+            waiting, self._posted = list(self._submissions.values()), 0
+        for submission in waiting:
+            submission.sequences[0].sink(EngineFailed(self._dead))
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -113,11 +128,15 @@ class LocalEngine:
         with self._lock:
             if request_id in self._submissions:
                 raise InvalidRequest("a request with this id is already running", param="request_id")
+            most = self._config.engine.max_queued + self._config.engine.max_running
+            if wanted > most:  # not Overloaded: it would never fit
+                raise InvalidRequest(f"n may be at most {most}, the slots and the queue together", param="n")
             if scheduler.queued + self._posted + wanted > self._config.engine.max_queued + scheduler.free:
                 raise Overloaded("the engine's queue is full", retry_after=1)
+            if not loop.post(partial(self._add, parts, submission)):
+                raise NotReady("the engine is stopping")
             self._submissions[request_id] = submission
             self._posted += wanted
-        loop.post(partial(self._add, parts, submission))
 
     def _add(self, parts: Parts, submission: Submission) -> None:
         with self._lock:
@@ -154,7 +173,8 @@ class LocalEngine:
         sink = partial(loop.send, submission.loop, submission.receive)
         prompt = [min(parts.end_tokens, default=0)]
         submission.sequences.append(_sequence(parts, submission, 0, prompt, params, 0, 1, sink, probe=True))
-        loop.post(partial(parts.stepper.scheduler.add, submission.sequences[0]))
+        if not loop.post(partial(parts.stepper.scheduler.add, submission.sequences[0])):
+            raise NotReady("the engine is stopping")
         try:
             async with asyncio.timeout(self._health_timeout):
                 async for _ in submission.chunks():

@@ -58,10 +58,6 @@ class KVCache:
         if source.numel():
             self._flat.index_copy_(1, target, self._flat.index_select(1, source))
 
-    def nbytes(self) -> int:
-        """Bytes of address space; on a CPU, pages no token has touched are not yet in memory."""
-        return self._data.numel() * self._data.element_size()
-
 
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros whose pages a CPU commits on first touch: a laptop pays for the context it uses, not for the longest."""

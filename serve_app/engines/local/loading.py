@@ -30,6 +30,7 @@ from serve_app.graphs import FallbackReason
 from serve_app.metrics import EngineMetrics
 from serve_app.models import resolve, resolve_drafter
 
+_ALIGNMENT = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,10 +46,15 @@ class Parts:
     vocab: int
     end_tokens: frozenset[int]
     device: torch.device
+    metrics: EngineMetrics | None
 
 
-def load(config: Config, registry: CollectorRegistry | None) -> Parts:
+def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetrics | None = None) -> Parts:
     """Load everything that `config` names.
+
+    Args:
+        registry: where to declare the engine's series; None for no metrics.
+        metrics: the series of an earlier load into the same registry, to go on with.
 
     Raises:
         ModelFetchError: files cannot be had. ConfigError: they, or a key, cannot be used.
@@ -61,24 +67,30 @@ def load(config: Config, registry: CollectorRegistry | None) -> Parts:
     context = _context(config, target_config)
     checkpoint = Checkpoint(files.path, device, dtype, param="model.source")
 
-    drafts = config.speculation.method != "none" and config.speculation.budget != 0
+    method = config.speculation.method
+    # The budget is the tree's; a chain is as long as the block.
+    drafts = method == "chain" or (method == "ddtree" and config.speculation.budget != 0)
     where = resolve_drafter(config.model.drafter, files) if drafts else None
-    if where is None and config.speculation.method == "chain":
+    if where is None and method == "chain":
         raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
     spec = drafter_files = None
     if where is not None:
         drafter_files = Checkpoint(where, device, dtype, param="model.drafter")
         spec = DrafterSpec.read(drafter_files.config)
     plan = TreePlan(config.speculation, spec.block_size, device) if spec else None
-    capacity = context + max([1, *(plan.widths() if plan else ()), spec.block_size if spec else 1])
+    margin = max([1, *(plan.widths() if plan else ()), spec.block_size if spec else 1])
+    # CUDA's attention kernels want masks whose rows are aligned.
+    capacity = -(-(context + margin) // _ALIGNMENT) * _ALIGNMENT
     target = Target(checkpoint, target_config, capacity, spec.feature_layers if spec else ())
     drafter = None
     if spec is not None and drafter_files is not None:
         spec.check_target(target.shape)
         drafter = Drafter(drafter_files, spec, capacity)
 
-    metrics = None
-    if registry is not None:
+    tokenizer = _tokenizer(files.path)
+    vocabulary = Vocabulary(tokenizer)
+    # Declared after everything that can be refused: a registry takes each series once.
+    if metrics is None and registry is not None:
         longest = spec.block_size if spec else 1
         metrics = EngineMetrics(registry, config.model.id, longest, [reason.value for reason in FallbackReason])
     slots = config.engine.max_running
@@ -90,13 +102,12 @@ def load(config: Config, registry: CollectorRegistry | None) -> Parts:
         top_k=plan.top_k if plan else 1,
         batch_sizes=_batch_sizes(slots),
         widths=plan.widths() if plan else [1],
+        draft_widths=plan.blocks() if plan else [1],
         graphs=config.engine.cuda_graphs,
         on_replay=metrics.graph_replay if metrics else lambda role, padding: None,
         on_fallback=metrics.graph_fallback if metrics else lambda role, reason: None,
     )
     runner.capture()
-    tokenizer = _tokenizer(files.path)
-    vocabulary = Vocabulary(tokenizer)
     return Parts(
         stepper=Stepper(runner, Scheduler(slots, config.engine.prefill_chunk), plan, vocabulary, metrics),
         runner=runner,
@@ -106,6 +117,7 @@ def load(config: Config, registry: CollectorRegistry | None) -> Parts:
         vocab=target.shape.vocab,
         end_tokens=_end_tokens(files.path, target_config, tokenizer),
         device=device,
+        metrics=metrics,
     )
 
 
@@ -159,7 +171,11 @@ def _end_tokens(path: Path, target_config: Any, tokenizer: Any) -> frozenset[int
     found: set[int] = set()
     generation: dict[str, Any] = {}
     if (path / "generation_config.json").exists():
-        generation = json.loads((path / "generation_config.json").read_text())
+        try:
+            generation = json.loads((path / "generation_config.json").read_text())
+        except ValueError as error:
+            reason = f"{path / 'generation_config.json'} is not JSON: {error}"
+            raise ConfigError(reason, param="model.source") from None
     for value in (target_config.eos_token_id, generation.get("eos_token_id")):
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     if not found and tokenizer.eos_token_id is not None:

@@ -37,5 +37,5 @@ def token_logprobs(
 
 
 def _entry(vocabulary: Vocabulary, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    raw = vocabulary.bytes_of(token)
-    return TokenLogprob(token, raw.decode("utf-8", "replace"), tuple(raw), logprob, top)
+    raw = b"" if vocabulary.is_special(token) else vocabulary.bytes_of(token)
+    return TokenLogprob(token, vocabulary.text_of(token), tuple(raw), logprob, top)

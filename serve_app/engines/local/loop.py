@@ -48,24 +48,31 @@ class StepLoop:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def post(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread before its next step. From any thread; dropped once the loop has ended."""
+    def post(self, work: Callable[[], None]) -> bool:
+        """Run `work` in the thread before its next step. From any thread. False, and never run, once the loop ends."""
         with self._wake:
+            if self._stopping:
+                return False
             self._posted.append(work)
             self._wake.notify()
+            return True
 
     def send(self, loop: asyncio.AbstractEventLoop, receive: Callable[[Any], None], item: Any) -> None:
         """From the thread: have `receive(item)` called on an event loop, one wake-up per step for all of them."""
         self._outbox[loop].append((receive, item))
 
     def stop(self, last: Callable[[], None]) -> None:
-        """Run `last` in the thread and end it. Blocks until it has ended."""
-        with self._wake:
-            self._posted.append(last)
-            self._stopping = True
-            self._wake.notify()
+        """Run `last` in the thread after all that was posted, and end it. Blocks until it has ended."""
+        self._refuse_posts(last)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _refuse_posts(self, last: Callable[[], None] | None = None) -> None:
+        with self._wake:
+            if last is not None:
+                self._posted.append(last)
+            self._stopping = True
+            self._wake.notify()
 
     def _main(self) -> None:
         try:
@@ -77,6 +84,8 @@ class StepLoop:
                     self._deliver()
         except BaseException as error:
             logger.exception("the step loop died")
+            # First: whoever posts later learns at once that nobody is there, and whoever posted before is told next.
+            self._refuse_posts()
             self._on_death(error)
         finally:
             self._deliver()

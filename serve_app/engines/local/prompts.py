@@ -40,7 +40,7 @@ class PromptRenderer:
             if any(not 0 <= token < self._vocab for token in ids):
                 raise InvalidRequest(f"prompt token ids must be from 0 to {self._vocab - 1}", param="prompt")
         else:
-            ids = list(self._tokenizer(request.prompt or "", verbose=False)["input_ids"])
+            ids = self._ids(request.prompt or "", "prompt", special=True)
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return ids
@@ -64,7 +64,15 @@ class PromptRenderer:
             raise InvalidRequest(
                 f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
             ) from None
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._ids(text, "messages", special=False)
+
+    def _ids(self, text: str, param: str, *, special: bool) -> list[int]:
+        """`special`: whether the tokenizer may add its own start token (a chat template writes its own)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a lone surrogate, which JSON can carry
+            raise InvalidRequest("the text is not valid Unicode", param=param) from None
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def _plain(message: Mapping[str, Any], index: int) -> dict[str, Any]:

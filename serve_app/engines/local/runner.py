@@ -49,7 +49,7 @@ class ModelRunner:
     Args:
         slots: KV slots, the probe's included. capacity: positions per slot, context plus margin.
         top_k: candidates per depth that a draft returns.
-        batch_sizes: to capture. widths: rows per request of the verify steps to capture.
+        batch_sizes: to capture. widths, draft_widths: rows per request of verify steps and of drafts to capture.
         on_replay, on_fallback: see `GraphRunner`.
     """
 
@@ -63,6 +63,7 @@ class ModelRunner:
         top_k: int,
         batch_sizes: Sequence[int],
         widths: Sequence[int],
+        draft_widths: Sequence[int],
         graphs: bool,
         on_replay: Callable[[str, int], None],
         on_fallback: Callable[[str, str], None],
@@ -100,13 +101,15 @@ class ModelRunner:
         self._no_features = torch.zeros(
             spec.block_size, len(spec.feature_layers) * own.hidden, device=self._device, dtype=dtype
         )
-        draft_fields = {name: spec_ for name, spec_ in fields.items() if name != "tree_mask"}
-        draft_fields["features"] = FieldSpec(("W", self._no_features.shape[1]), dtype)
+        draft_fields = {name: field for name, field in fields.items() if name != "tree_mask"}
+        # Up to a whole block of features is committed at once, however short the block that is drafted next.
+        draft_fields["features"] = FieldSpec(tuple(self._no_features.shape), dtype)
+        draft_fields["out_cache_loc"] = FieldSpec((spec.block_size,), fill=self._scratch)
         self._draft_graphs = GraphRunner(
             self._captured_draft,
             device=self._device,
             batch_sizes=batch_sizes,
-            widths=[spec.block_size],
+            widths=draft_widths,
             fields=draft_fields,
             role="draft",
             enabled=graphs,
@@ -125,10 +128,6 @@ class ModelRunner:
         self._target_graphs.release()
         if self.drafter is not None:
             self._draft_graphs.release()
-
-    def kv_tokens(self) -> int:
-        """Positions that all usable slots hold together."""
-        return self._cache.slots * self._capacity
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
@@ -194,29 +193,34 @@ class ModelRunner:
     # -- draft -----------------------------------------------------------------------------------------------------
 
     def draft(
-        self, slots: Sequence[int], starts: Sequence[int], roots: Sequence[int], pending: Sequence[Pending]
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        roots: Sequence[int],
+        pending: Sequence[Pending],
+        block: int,
     ) -> tuple[Tensor, Tensor]:
         """Append pending context, then draft one block per request.
 
+        Args:
+            block: root and masks, at most the drafter's own block size.
         Returns:
-            tokens int64 and log-probs float32 [B, b − 1, top_k], by depth, the likeliest first.
+            tokens int64 and log-probs float32 [B, block − 1, top_k], by depth, the likeliest first.
         """
         assert self.drafter is not None
         spec = self.drafter.spec
-        block = spec.block_size
-        steps = torch.arange(block, device=self._device)
         starts_, counts = self._ints(starts), self._ints([item.length for item in pending])
-        places = (starts_ - counts)[:, None] + steps
-        own = self._ints(slots)[:, None] * self._capacity + places
+        rows = torch.arange(spec.block_size, device=self._device)
+        own = (self._ints(slots) * self._capacity + starts_ - counts)[:, None] + rows
         batch = ForwardBatch(
             "draft",
             len(slots),
             block,
             input_ids=self._ints([[root, *(spec.mask_token,) * (block - 1)] for root in roots]),
-            positions=starts_[:, None] + steps,
+            positions=starts_[:, None] + rows[:block],
             slots=self._ints(slots),
-            # Where the features go, not the block: that one follows from slots and seq_lens.
-            out_cache_loc=torch.where(steps < counts[:, None], own, self._scratch),
+            # Where the features go, not the block: that one follows from slots and positions.
+            out_cache_loc=torch.where(rows < counts[:, None], own, self._scratch),
             seq_lens=starts_,
             features=torch.stack([self._no_features if item.features is None else item.features for item in pending]),
             longest=max(starts),

@@ -1,4 +1,4 @@
-"""Which tree one step verifies: the method, and how many nodes pay at a batch size.
+"""Which tree one step verifies: the method, and how much drafting pays at a batch size.
 
 What this module does not do: draft, or measure.
 """
@@ -6,7 +6,7 @@ What this module does not do: draft, or measure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +14,34 @@ from torch import Tensor
 from serve_app.config import SpeculationConfig
 from serve_app.ddtree.tree import DraftTree, build_tree, chain_tree, max_nodes
 
-# (largest batch, budget), measured on two CPU cores with the laptop model (benchmarks/local_engine.py --sweep).
-CPU_BUDGETS = ((1, 24), (2, 16), (4, 12), (8, 8), (1 << 30, 8))
+
+class Rule(NamedTuple):
+    """For batches of at most `batch` requests: `budget` nodes without the root, from a block of `block` rows (root and
+    masks; the drafter's own block size cuts it)."""
+
+    batch: int
+    budget: int
+    block: int
+
+
+_ANY = 1 << 30
+
+# Measured on two cores with the laptop model (benchmarks/local_engine.py --sweep). A step computes budget + 1 rows per
+# request, and a CPU's tile unit works on 16 rows at a time: 15 nodes cost what 11 do. From three requests on the
+# arithmetic counts, no longer the reading of weights; half a block then accepts 2 % less and costs half the draft.
+CPU_RULES = (Rule(2, 15, _ANY), Rule(_ANY, 7, 8))
 # Not measured yet: a small batch leaves a GPU idle, a large one does not.
-CUDA_BUDGETS = ((4, 32), (8, 16), (1 << 30, 8))
+CUDA_RULES = (Rule(4, 32, _ANY), Rule(8, 16, _ANY), Rule(_ANY, 8, _ANY))
 
 
 class TreePlan:
     """How drafts become trees.
 
     Attributes:
-        method: "ddtree" or "chain". depth: drafts per block.
+        method: "ddtree" or "chain". depth: the longest path of any tree. top_k: candidates per depth.
 
     Args:
-        budget: nodes without the root, "auto" for the device's table.
+        config: a budget of "auto" takes the device's rules.
     """
 
     def __init__(self, config: SpeculationConfig, block_size: int, device: torch.device) -> None:
@@ -35,23 +49,35 @@ class TreePlan:
         self.depth = block_size - 1
         self.top_k = 1 if self.method == "chain" else config.top_k
         self._spine_first = config.spine_first
-        table: tuple[tuple[int, int], ...] = CUDA_BUDGETS if device.type == "cuda" else CPU_BUDGETS
-        if config.budget != "auto":
-            table = ((1 << 30, config.budget),)
-        limit = max_nodes(self.depth, self.top_k)
-        self._table = tuple((size, min(budget, limit)) for size, budget in table)
+        rules: tuple[Rule, ...] = CUDA_RULES if device.type == "cuda" else CPU_RULES
+        if self.method == "chain":
+            rules = (Rule(_ANY, self.depth, block_size),)
+        elif config.budget != "auto":
+            rules = (Rule(_ANY, config.budget, block_size),)
+        self._rules = [self._possible(rule, block_size) for rule in rules]
+
+    def _possible(self, rule: Rule, block_size: int) -> Rule:
+        block = min(rule.block, block_size)
+        return rule._replace(budget=min(rule.budget, max_nodes(block - 1, self.top_k)), block=block)
+
+    def _rule(self, batch: int) -> Rule:
+        return next(rule for rule in self._rules if batch <= rule.batch)
 
     def budget(self, batch: int) -> int:
         """Nodes without the root for a step of `batch` requests."""
-        if self.method == "chain":
-            return self.depth
-        return next(budget for size, budget in self._table if batch <= size)
+        return self._rule(batch).budget
+
+    def block(self, batch: int) -> int:
+        """Rows per request, root included, that a draft for `batch` requests computes."""
+        return self._rule(batch).block
 
     def widths(self) -> list[int]:
         """Every row count per request that a verify step can have."""
-        if self.method == "chain":
-            return [self.depth + 1]
-        return sorted({budget + 1 for _, budget in self._table})
+        return sorted({rule.budget + 1 for rule in self._rules})
+
+    def blocks(self) -> list[int]:
+        """Every row count per request that a draft can have."""
+        return sorted({rule.block for rule in self._rules})
 
     def tree(self, roots: Sequence[int], tokens: Tensor, logps: Tensor) -> DraftTree:
         """Trees from a draft: tokens and logps [B, D, K]."""

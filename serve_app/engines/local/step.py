@@ -109,7 +109,7 @@ class Stepper:
         if self.plan is None:
             return root_tree(torch.tensor(roots, device=self._runner.target.device))
         pending = [Pending(sequence.pending, sequence.pending_len) for sequence in sequences]
-        tokens, logps = self._runner.draft(slots, starts, roots, pending)
+        tokens, logps = self._runner.draft(slots, starts, roots, pending, self.plan.block(len(roots)))
         return self.plan.tree(roots, tokens, logps)
 
     def _keep_features(self, sequences: Seq[Sequence], accepted: Accepted, features: Tensor) -> None:

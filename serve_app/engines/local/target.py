@@ -33,7 +33,8 @@ def read_config(path: Path) -> Any:
     """The model's transformers configuration, once it is one that this engine computes exactly.
 
     Raises:
-        ConfigError: another architecture, or a variant (sliding window, other activation) not computed here.
+        ConfigError: another architecture, or a variant (sliding window, other activation, quantised weights) not
+            computed here.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -45,6 +46,8 @@ def read_config(path: Path) -> Any:
             f"model type {config.model_type!r} is not supported by the embedded engine (supported: {known})",
             param=PARAM,
         )
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"the weights in {path} are quantised; the embedded engine reads plain ones", param=PARAM)
     if config.hidden_act != "silu":
         raise ConfigError(f"activation {config.hidden_act!r} is not supported by the embedded engine", param=PARAM)
     sliding = getattr(config, "use_sliding_window", config.model_type == "mistral")

@@ -43,7 +43,9 @@ class OracleRunner(ModelRunner):
     truth: Mapping[tuple[int, ...], list[int]]
     rng: random.Random
 
-    def draft(self, slots: Seq[int], starts: Seq[int], roots: Seq[int], pending: Seq[Pending]) -> tuple[Tensor, Tensor]:
+    def draft(
+        self, slots: Seq[int], starts: Seq[int], roots: Seq[int], pending: Seq[Pending], block: int
+    ) -> tuple[Tensor, Tensor]:
         held = {sequence.slot: sequence for sequence in self.scheduler.running}
         tokens = []
         for slot in slots:
@@ -81,7 +83,8 @@ class Rig:
         scheduler = Scheduler(slots, 32)
         options: dict[str, Any] = {
             "slots": slots + 1, "capacity": CONTEXT + 64, "top_k": TOP_K, "batch_sizes": [1], "widths": [1],
-            "graphs": False, "on_replay": lambda role, rows: None, "on_fallback": lambda role, reason: None,
+            "draft_widths": [1], "graphs": False, "on_replay": lambda role, rows: None,
+            "on_fallback": lambda role, reason: None,
         }  # fmt: skip
         runner = (ModelRunner if truth is None else OracleRunner)(target, None, **options)
         plan = None

@@ -38,7 +38,14 @@ async def test_method_and_batch_do_not_change_the_answer(make_config: Make, temp
         return [request("x" * n, temperature=temperature, seed=n, max_tokens=10 + n) for n in (1, 5, 40, 90, 2, 7)]
 
     answers = []
-    for speculation in ({"method": "none"}, {"method": "chain"}, {"budget": 20}, {"budget": 0}):
+    variants = (
+        {"method": "none"},
+        {"method": "chain"},
+        {"method": "chain", "budget": 0},
+        {"budget": 20},
+        {"budget": 0},
+    )
+    for speculation in variants:
         async with running(make_config(speculation=speculation)) as engine:
             alone = [(await collect(engine, one)).tokens for one in requests()]
             together = [one.tokens for one in await asyncio.gather(*(collect(engine, r) for r in requests()))]
@@ -81,6 +88,16 @@ async def test_logprobs_equal_a_teacher_forced_score(make_config: Make, tiny: Pa
         assert entry.top[0].token_id == int(row.argmax())
 
 
+async def test_bytes_of_logprobs_add_up_to_the_text_whatever_special_tokens_come(make_config: Make) -> None:
+    bias = dict.fromkeys((1, 2, 40, 50, 60), 100.0)
+    async with running(make_config()) as engine:
+        wanted = request(temperature=2.0, seed=3, logprobs=0, max_tokens=40, ignore_eos=True, logit_bias=bias)
+        answer = await collect(engine, wanted)
+    assert {1, 2} & set(answer.tokens) and {40, 50, 60} & set(answer.tokens)
+    assert b"".join(bytes(entry.bytes) for entry in answer.logprobs).decode() == answer.text
+    assert {entry.token for entry in answer.logprobs if not entry.bytes} <= {"<|im_start|>", "<|im_end|>"}
+
+
 async def test_text_tokens_and_usage_agree(make_config: Make) -> None:
     async with running(make_config()) as engine:
         answer = await collect(engine, request("some prompt", max_tokens=50, ignore_eos=True))
@@ -112,6 +129,8 @@ async def test_chat_messages_go_through_the_template(make_config: Make) -> None:
         ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, Unsupported, "tools", ""),
         ({"prompt": ""}, InvalidRequest, "prompt", "empty"),
+        ({"prompt": "a\ud800"}, InvalidRequest, "prompt", "Unicode"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, InvalidRequest, "messages", "Unicode"),
         ({"prompt_token_ids": (VOCAB,)}, InvalidRequest, "prompt", str(VOCAB - 1)),
         ({"prompt": "x" * 256}, ContextLengthExceeded, "prompt", "256"),
         ({"prompt": "x" * 250, "max_tokens": 7}, ContextLengthExceeded, "max_tokens", "257"),

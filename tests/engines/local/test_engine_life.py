@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from serve_app.config import Config
-from serve_app.engines.base import Chunk
+from serve_app.engines.base import Chunk, GenerateRequest
 from serve_app.engines.local.engine import LocalEngine
 from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded
 from tests.engines.local.helpers import collect, request, running
@@ -197,7 +198,7 @@ async def test_stop_aborts_everything_and_ends_the_thread(make_config: Make) -> 
     engine = LocalEngine(make_config(engine={"max_running": 1}))
     await engine.start()
     tasks = [asyncio.create_task(collect(engine, request("x", **LONG))) for _ in range(3)]
-    while not engine.stats().running:
+    while engine.stats().running + engine.stats().queued < 3:
         await asyncio.sleep(0.001)
     await engine.stop()
     assert {one.last.finish_reason for one in await asyncio.gather(*tasks)} == {"abort"}
@@ -208,7 +209,7 @@ async def test_stop_aborts_everything_and_ends_the_thread(make_config: Make) -> 
 
 
 async def test_it_can_start_again_after_a_stop(make_config: Make) -> None:
-    engine = LocalEngine(make_config())
+    engine = LocalEngine(make_config(), CollectorRegistry())
     for _ in range(2):
         await engine.start()
         await engine.start()
@@ -229,3 +230,46 @@ async def test_slots_and_tokens_are_free_after_many_mixed_requests(make_config: 
         await asyncio.gather(*(one(n) for n in range(60)))
         await drained(engine)
         assert engine._submissions == {}
+
+
+async def test_a_request_still_rendering_when_the_engine_stops_is_refused(make_config: Make) -> None:
+    engine = LocalEngine(make_config())
+    await engine.start()
+    assert engine._parts is not None
+    prompts, entered, release = engine._parts.prompts, threading.Event(), threading.Event()
+    encode = prompts.encode
+
+    def slow(wanted: GenerateRequest) -> list[int]:
+        entered.set()
+        release.wait()
+        return encode(wanted)
+
+    prompts.encode = slow  # type: ignore[method-assign]
+    task = asyncio.create_task(collect(engine, request("x")))
+    await asyncio.to_thread(entered.wait)
+    await engine.stop()
+    release.set()
+    with pytest.raises(NotReady):
+        await task
+    assert engine._posted == 0 and engine._submissions == {}
+
+
+async def test_a_request_posted_before_the_loop_died_is_told(make_config: Make) -> None:
+    engine = LocalEngine(make_config())
+    await engine.start()
+    assert engine._loop is not None
+    release = threading.Event()
+
+    def die() -> None:
+        release.wait()
+        raise SystemError("gone")
+
+    engine._loop.post(die)
+    task = asyncio.create_task(collect(engine, request("x")))
+    while not engine._posted:
+        await asyncio.sleep(0.001)
+    release.set()
+    with pytest.raises(EngineFailed, match="SystemError"):
+        await task
+    assert engine.stats().queued == 0
+    await engine.stop()

@@ -85,6 +85,7 @@ def test_features_are_the_layers_outputs_not_their_inputs(model: Path) -> None:
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"num_hidden_layers": 5}, "model.layers.4"),
         ({"intermediate_size": 80}, "gate_proj"),

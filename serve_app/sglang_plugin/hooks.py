@@ -1,0 +1,152 @@
+"""The places where SGLang 0.5.17 offers no seam, each with what it would do to a tree if left alone.
+
+Every hook first asks whether DDTREE is the running algorithm: with any other the original is called unchanged.
+
+What this module does not do: import SGLang's runtime at its own import (targets are strings; SGLang resolves them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.sglang_plugin.args import early_defaults, is_ddtree, options
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One hook: SGLang's dotted `target`, our `function`, and SGLang's HookType by name."""
+
+    target: str
+    function: Callable[..., Any]
+    kind: str
+
+
+def _running() -> Any:
+    """This process's server arguments if they select DDTREE, else None."""
+    from sglang.srt.runtime_context import get_server_args
+
+    server_args = get_server_args()
+    return server_args if is_ddtree(server_args) else None
+
+
+def before_post_init(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    if is_ddtree(server_args):
+        early_defaults(server_args)
+
+
+def alloc_len_per_decode(original: Callable[..., int], server_args: Any = None) -> int:
+    """A step writes max(width, block) slots; SGLang knows the width only."""
+    length = original(server_args)
+    ddtree = server_args if is_ddtree(server_args) else _running() if server_args is None else None
+    return max(length, options(ddtree).slots) if ddtree else length
+
+
+def extra_context_len(original: Callable[..., int], server_args: Any) -> int:
+    """Two steps are reserved ahead, page-aligned. A shorter row lets the last request's slots run into the next row."""
+    extra = original(server_args)
+    return max(extra, 2 * options(server_args).slots + server_args.page_size) if is_ddtree(server_args) else extra
+
+
+def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+    """DFLASH refuses logprobs; DDTREE has them. Penalties would need one state per tree path."""
+    if _running() is None:
+        return original(req, enable_overlap)
+    if req.return_hidden_states:
+        return "DDTREE does not return hidden states."
+    params = req.sampling_params
+    for name, neutral in (("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)):
+        if getattr(params, name, neutral) != neutral:
+            return f"{name} is not supported with DDTREE speculative decoding."
+    if getattr(params, "min_new_tokens", 0):
+        return "min_new_tokens is not supported with DDTREE speculative decoding."
+    return None
+
+
+def need_hidden_states(original: Callable[..., bool], server_args: Any = None) -> bool:
+    """Nothing but the bonus token is relayed to the next step; SGLang decides by the algorithm's name."""
+    ddtree = is_ddtree(server_args) if server_args is not None else _running() is not None
+    return False if ddtree else original(server_args)
+
+
+def decode_runner_class(original: Callable[..., type], model_runner: Any) -> type:
+    """The target's verify graph must be captured with a tree mask: DFLASH's is captured as a causal chain."""
+    if model_runner.is_draft_worker or not is_ddtree(model_runner.server_args):
+        return original(model_runner)
+    from serve_app.sglang_plugin.graph import verify_runner_class
+
+    return verify_runner_class()
+
+
+def forward_raw(original: Callable[..., Any], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Count the forward once, as replay or with the reason why not (can_run_graph itself runs twice per verify)."""
+    verify = forward_batch.forward_mode.is_target_verify() and is_ddtree(model_runner.server_args)
+    output = original(model_runner, forward_batch, *args, **kwargs)
+    if verify:
+        from serve_app.sglang_plugin.graph import count_forward
+
+        count_forward(model_runner, forward_batch, output.can_run_graph)
+    return output
+
+
+def triton_graph_state(
+    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any
+) -> None:
+    _bounded("bound_triton_state", original, backend, max_bs, max_num_tokens, args, kwargs)
+
+
+def flashinfer_graph_state(
+    original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any
+) -> None:
+    _bounded("bound_flashinfer_state", original, backend, max_bs, max_num_tokens, args, kwargs)
+
+
+def _bounded(
+    name: str, original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, args: Any, kwargs: Any
+) -> None:
+    """SGLang's index buffer would be rows × context; a caller that brings buffers of its own keeps them."""
+    if args or kwargs or _running() is None:
+        return original(backend, max_bs, max_num_tokens, *args, **kwargs)
+    from serve_app.sglang_plugin import graph
+
+    getattr(graph, name)(original, backend, max_bs, max_num_tokens)
+    return None
+
+
+def batch_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
+    """Record what reached the clients: only here is it known where a stop or a limit cut the accepted tokens."""
+    if not is_ddtree(processor.server_args):
+        return original(processor, batch, result)
+    from serve_app.sglang_plugin.metrics import StepRecord
+
+    record = StepRecord.before(batch)
+    original(processor, batch, result)
+    record.after(result)
+    return None
+
+
+_SRT = "sglang.srt."
+HOOKS = (
+    Hook(_SRT + "server_args.ServerArgs.__post_init__", before_post_init, "BEFORE"),
+    Hook(_SRT + "mem_cache.allocation_sizing.get_alloc_len_per_decode", alloc_len_per_decode, "AROUND"),
+    Hook(_SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len", extra_context_len, "AROUND"),
+    Hook(_SRT + "speculative.dflash_utils.validate_dflash_request", validate_request, "AROUND"),
+    Hook(_SRT + "speculative.spec_utils.spec_need_hidden_states", need_hidden_states, "AROUND"),
+    Hook(_SRT + "model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", decode_runner_class, "AROUND"),
+    Hook(_SRT + "model_executor.model_runner.ModelRunner._forward_raw", forward_raw, "AROUND"),
+    Hook(
+        _SRT + "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state", triton_graph_state, "AROUND"
+    ),
+    Hook(
+        _SRT + "layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
+        flashinfer_graph_state,
+        "AROUND",
+    ),
+    Hook(
+        _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        ".process_batch_result_decode",
+        batch_result,
+        "AROUND",
+    ),
+)

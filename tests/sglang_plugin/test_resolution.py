@@ -1,0 +1,82 @@
+"""ServerArgs of the released SGLang, resolved with DDTREE on a machine without a GPU."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 128,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DRAFTER = {
+    **TARGET, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "head_dim": 16, "block_size": 12,
+    "num_target_layers": 2, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]},
+}  # fmt: skip
+
+
+@pytest.fixture
+def resolve(sglang: ModuleType, tmp_path: Path) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    for name, config in (("target", TARGET), ("drafter", DRAFTER)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+
+    def made(**changes: Any) -> Any:
+        fields = {
+            "model_path": str(tmp_path / "target"), "speculative_draft_model_path": str(tmp_path / "drafter"),
+            "speculative_algorithm": "ddtree", "device": "cuda", "sampling_backend": "pytorch",
+            "grammar_backend": "none", "mem_fraction_static": 0.5, "cuda_graph_max_bs_decode": 4,
+            "disable_prefill_cuda_graph": True,
+        }  # fmt: skip
+        return ServerArgs(**{**fields, **changes})
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_defaults(resolve: Any) -> None:
+    from serve_app.sglang_plugin.args import Options, options
+
+    args = resolve()
+    assert options(args) == Options(width=33, topk=8, block_size=12)
+    assert (args.attention_backend, args.speculative_draft_attention_backend) == ("triton", "triton")
+    assert not args.disable_overlap_schedule and args.max_running_requests == 48
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [1, 16])
+def test_reservations_cover_block_and_tree(resolve: Any, page: int) -> None:
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_len_per_decode, get_req_to_token_extra_context_len
+
+    args = resolve(speculative_num_draft_tokens=9, page_size=page)
+    assert get_alloc_len_per_decode(args) == 12
+    assert get_req_to_token_extra_context_len(args) >= 2 * 12 + page
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_draft_worker_is_told_its_block(resolve: Any) -> None:
+    from sglang.srt.runtime_context import get_context
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    args = resolve()
+    get_context().set_server_args(args)
+    algorithm = SpeculativeAlgorithm.from_string("DDTREE")
+    assert algorithm.get_num_tokens_per_req_for_target_verify(33, is_draft_worker=False) == 33
+    assert algorithm.get_num_tokens_per_req_for_target_verify(33, is_draft_worker=True) == 12
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_backend_that_ignores_the_mask_is_refused(resolve: Any) -> None:
+    with pytest.raises(ValueError, match="fa3 does not read a tree mask"):
+        resolve(attention_backend="fa3")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_algorithms_resolve_as_before(resolve: Any) -> None:
+    args = resolve(speculative_algorithm="DFLASH", attention_backend="triton")
+    assert (args.speculative_num_draft_tokens, args.speculative_eagle_topk) == (12, 1)

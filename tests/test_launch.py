@@ -1,0 +1,29 @@
+"""What the launcher does besides `serve run`; the whole of it runs in test_laptop."""
+
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_readiness_is_asked_past_the_environments_proxy() -> None:
+    server = HTTPServer(("127.0.0.1", 0), Ready)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        code = f"import sys; from serve_app.launch import _ready; sys.exit(not _ready('http://127.0.0.1:{server.server_port}'))"
+        env = {"PATH": "", "PYTHONPATH": ":".join(sys.path), "http_proxy": "http://127.0.0.1:9"}
+        assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120, check=False).returncode == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
