@@ -31,7 +31,7 @@ class Ingress:
         registry = CollectorRegistry()
         self._gateway = Gateway(
             config=config,
-            backend=HandleBackend(replicas, exporters),
+            backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
             registry=registry,
             metrics=GatewayMetrics(registry),
         )

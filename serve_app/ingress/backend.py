@@ -45,10 +45,14 @@ class Backend(Protocol):
 
 
 class HandleBackend:
-    """Replicas behind a deployment handle, exporters behind another."""
+    """Replicas behind a deployment handle, exporters behind another.
 
-    def __init__(self, replicas: DeploymentHandle, exporters: DeploymentHandle) -> None:
-        self._replicas, self._exporters = replicas, exporters
+    Args:
+        patience_s: how long the first request waits for a replica that is still loading.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, exporters: DeploymentHandle, patience_s: float = 5) -> None:
+        self._replicas, self._exporters, self._patience_s = replicas, exporters, patience_s
         self._info: ModelInfo | None = None
 
     async def generate(self, job: Job) -> AsyncIterator[Item]:
@@ -66,8 +70,11 @@ class HandleBackend:
     async def info(self) -> ModelInfo:
         # Fixed for the life of the deployment: another model is another version of it, with new ingresses.
         if self._info is None:
-            with _ray_errors():
-                self._info = await self._replicas.info.remote()
+            try:
+                with _ray_errors():
+                    self._info = await asyncio.wait_for(self._replicas.info.remote(), self._patience_s)
+            except TimeoutError:
+                raise NotReady("The engine is still loading.", retry_after=self._patience_s) from None
         return self._info
 
     async def probe(self, max_age_s: float, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from ray.exceptions import ActorUnavailableError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
 from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
-from serve_app.ingress.backend import _ray_errors
+from serve_app.ingress.backend import HandleBackend, _ray_errors
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,22 @@ async def test_the_callers_own_cancellation_is_passed_on() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_replica_that_still_loads_is_not_waited_for_without_end() -> None:
+    loading = Loading()
+    backend = HandleBackend(loading, loading, patience_s=0.01)  # type: ignore[arg-type]
+    with pytest.raises(NotReady) as refused:
+        await backend.info()
+    assert refused.value.retryable and refused.value.retry_after == 0.01
+
+
+class Loading:
+    """A handle whose calls are never answered."""
+
+    @property
+    def info(self) -> "Loading":
+        return self
+
+    async def remote(self) -> None:
+        await asyncio.Event().wait()
