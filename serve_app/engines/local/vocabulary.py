@@ -52,6 +52,10 @@ class Vocabulary:
             return bytes([int(match[1], 16)])
         return str(piece).replace("\u2581", " ").encode()
 
+    def text_of(self, token: int) -> str:
+        """The token alone as text; incomplete characters become U+FFFD."""
+        return self.bytes_of(token).decode("utf-8", "replace")
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of a whole sequence, special tokens left out."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
