@@ -69,13 +69,15 @@ class HandleBackend:
 
     async def info(self) -> ModelInfo:
         # Fixed for the life of the deployment: another model is another version of it, with new ingresses.
-        if self._info is None:
-            try:
-                with _ray_errors():
-                    self._info = await asyncio.wait_for(self._replicas.info.remote(), self._patience_s)
-            except TimeoutError:
-                raise NotReady("The engine is still loading.", retry_after=self._patience_s) from None
-        return self._info
+        if self._info is not None:
+            return self._info
+        try:
+            with _ray_errors():
+                info: ModelInfo = await asyncio.wait_for(self._replicas.info.remote(), self._patience_s)
+        except TimeoutError:
+            raise NotReady("The engine is still loading.", retry_after=self._patience_s) from None
+        self._info = info
+        return info
 
     async def probe(self, max_age_s: float, timeout_s: float) -> None:
         reply: Any = None
