@@ -12,7 +12,7 @@ BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 
-.PHONY: serve test lint bench setup model clean
+.PHONY: serve test test-full lint bench setup model clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -45,6 +45,9 @@ serve: model  ## serve the laptop model on $(PORT)
 
 test: $(DEV) model  ## the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-full: $(DEV) model  ## the suite with the identity of greedy text on all fifty prompts (most of an hour)
+	IDENTITY_PROMPTS=50 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check .
