@@ -94,7 +94,8 @@ def _drain() -> None:
         print(f"the application did not drain: {error}", file=sys.stderr)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
-    signal.pthread_kill(main_thread, signal.SIGINT)
+    # Not SIGINT: a shell starts background jobs with it ignored.
+    signal.pthread_kill(main_thread, signal.SIGTERM)
 
 
 def _interrupt(*_: object) -> NoReturn:
