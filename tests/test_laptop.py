@@ -167,7 +167,9 @@ def test_mixed_requests_at_once_answer_as_alone(laptop: Served, official: openai
 def test_the_launcher_serves_from_any_directory_says_so_and_stops(tmp_path: Path) -> None:
     port = free_port()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
-    command = [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
+    # With SIGINT ignored, as a shell starts its background jobs.
+    command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    command += [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
     log = tmp_path / "log"
     with log.open("wb") as output:
         child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
