@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 import traceback
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ class Run:
         self.report: dict[str, Any] = {"stages": {}}
         self.children: dict[str, Child] = {}
         self.arguments = arguments
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.arguments.model)
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -94,22 +101,25 @@ class Run:
                 differing.append({"prompt": index, "at": same, "lengths": [len(ours["ids"]), len(theirs["ids"])]})
                 differing[-1]["tokens"] = [o["ids"][same] if same is not None else None for o in (ours, theirs)]
         for entry in differing[:10]:
-            entry["ar_gap"] = self.gap(prompts[entry["prompt"]], expected[entry["prompt"]]["ids"], entry["at"])
+            number = entry["prompt"]
+            entry["ar"] = self.gap(prompts[number], expected[number]["ids"], entry["at"], entry["tokens"])
         steps, made = sum(r["verify_steps"] for r in found), sum(len(r["ids"]) for r in found)
         length = round((made - len(prompts)) / steps, 3) if steps else None
         counts = {"equal": len(prompts) - len(differing), "of": len(prompts), "acceptance_length": length}
         return {**counts, "differing": differing[:10], "sample": found[0]["text"][:80]}
 
-    def gap(self, prompt: str, ids: list[int], at: int | None) -> Any:
-        """AR's log-prob gap and best two tokens at position `at`; of the order of one bf16 step for a near-tie."""
+    def gap(self, prompt: str, ids: list[int], at: int | None, tokens: list[int | None]) -> Any:
+        """AR's log-prob of its own token less that of ours after the common start (of the order of one bf16 step for a
+        near-tie), and its best three there. The start is given as a prompt, so that one forward decides both."""
         if at is None or "ar" not in self.children:
             return None
-        params = {**GREEDY, "max_new_tokens": at + 1}
-        result = self.children["ar"].ask("generate", self.left(), prompts=[prompt], params=params, logprobs=2)[
-            "results"
-        ][0]
-        (first, a), (second, b) = result["top"][at][:2]
-        return [round(first - second, 4), a, b]
+        start = [*self.tokenizer.encode(prompt), *ids[:at]]
+        params = {**GREEDY, "max_new_tokens": 1}
+        asked = self.children["ar"].ask("generate", self.left(), prompts=[start], params=params, logprobs=20)
+        top = {token: value for value, token in asked["results"][0]["top"][0]}
+        ours, theirs = (top.get(token) for token in tokens)
+        best = asked["results"][0]["top"][0][:3]
+        return {"gap": None if ours is None or theirs is None else round(theirs - ours, 4), "best": best}
 
     def speed(self, name: str, batch: int) -> dict[str, Any]:
         prompts, params = chat_prompts(200)[100 : 100 + batch], {**GREEDY, "max_new_tokens": 256, "ignore_eos": True}

@@ -47,8 +47,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 def explained(found: dict[str, Any]) -> bool:
     """Whether every difference begins where AR itself was all but undecided between the two tokens."""
-    gaps = [entry.get("ar_gap") for entry in found["differing"]]
-    return len(gaps) == found["of"] - found["equal"] and all(gap is not None and gap[0] < NEAR_TIE for gap in gaps)
+    gaps = [(entry.get("ar") or {}).get("gap") for entry in found["differing"]]
+    return len(gaps) == found["of"] - found["equal"] and all(gap is not None and abs(gap) < NEAR_TIE for gap in gaps)
 
 
 @pytest.mark.parametrize("name", [*TREES, "ddtree-eager"])
