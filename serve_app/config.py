@@ -90,7 +90,8 @@ class ReplicaConfig(_Frozen):
 class IngressConfig(_Frozen):
     """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
     processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
-    the header x-request-timeout-seconds."""
+    the header x-request-timeout-seconds. `resume`: which answers go on elsewhere when their replica is lost after
+    tokens were sent; one request may lose at most `max_resumes` + 1 replicas."""
 
     num_replicas: int = Field(1, ge=1)
     max_ongoing_requests: int = Field(1024, ge=1)
@@ -99,6 +100,8 @@ class IngressConfig(_Frozen):
     max_choices: int = Field(16, ge=1)
     max_prompts: int = Field(64, ge=1)
     request_timeout_s: float = Field(600, gt=0)
+    resume: Literal["all", "greedy", "never"] = "all"
+    max_resumes: int = Field(2, ge=0, le=16)
     ready_max_age_s: float = Field(30, gt=0)
     ready_timeout_s: float = Field(5, gt=0)
 

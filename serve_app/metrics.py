@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+RESUME_OUTCOMES = ("resumed", "refused", "exhausted")
 REJECT_REASONS = ("auth", "rate", "overload", "invalid", "deadline")
 
 
@@ -150,5 +151,13 @@ class GatewayMetrics:
         self.stream_errors = Counter(
             "gateway_stream_errors_total", "Streams that ended with an error frame.", ("model",), registry=registry
         )
+        self.resumes = Counter(
+            "gateway_resumes_total",
+            "Answers whose replica was lost: resumed on another, refused (policy or sampling), exhausted (lost again).",
+            ("outcome",),
+            registry=registry,
+        )
         for reason in REJECT_REASONS:
             self.rejected.labels(reason)
+        for outcome in RESUME_OUTCOMES:
+            self.resumes.labels(outcome)

@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -23,7 +23,7 @@ from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
-from serve_app.protocol import Item, Job, Renderer, error_frames
+from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
 
@@ -62,12 +62,13 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Closing or cancelling aborts every prompt in the engine.
+        timers. Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on
+        behind what was sent.
         """
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(i, request, queue)) for i, request in enumerate(job.requests)]
+        tasks = [asyncio.create_task(self._pump(work, queue)) for work in open_work(job.requests, job.sent)]
         try:
-            async for item in (_stream if job.stream else _collect)(job, queue):
+            async for item in (_stream if job.stream else _collect)(job, queue, len(tasks)):
                 yield item
         except Exception as error:
             failure = self._as_serve_error(error, job)
@@ -78,11 +79,12 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, prompt: int, request: GenerateRequest, queue: asyncio.Queue[Event]) -> None:
+    async def _pump(self, work: Work, queue: asyncio.Queue[Event]) -> None:
+        prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
-                    queue.put_nowait((prompt, chunk))
+                    queue.put_nowait((prompt, chunk if choice is None else replace(chunk, index=choice)))
         except Exception as error:
             queue.put_nowait((prompt, error))
         else:
@@ -153,8 +155,11 @@ def load(path: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 
 
-async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
-    renderer, running, tokens = Renderer(job), len(job.requests), 0
+async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+    renderer, tokens = Renderer(job), 0
+    progress: list[Progress] = []
+    if not running:  # all was said but the end
+        yield Item(data=renderer.end())
     while running:
         events = [await queue.get()]
         while not queue.empty():
@@ -168,6 +173,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
                     failure = _aborted()
                     break
                 data.append(renderer.frame(prompt, event))
+                progress.append(renderer.progress(prompt, event))
                 tokens += len(event.token_ids)
                 content = content or bool(event.text or event.delta)
             elif event is None:
@@ -179,14 +185,14 @@ async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
             data.append(renderer.end())
         joined = b"".join(data)
         if joined:
-            yield Item(data=joined, tokens=tokens, content=content)
-            tokens = 0
+            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress))
+            progress, tokens = [], 0
         if failure is not None:
             raise failure
 
 
-async def _collect(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
-    renderer, running, tokens = Renderer(job), len(job.requests), 0
+async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+    renderer, tokens = Renderer(job), 0
     while running:
         prompt, event = await queue.get()
         if isinstance(event, Chunk):

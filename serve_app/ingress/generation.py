@@ -19,6 +19,7 @@ from serve_app.config import Config
 from serve_app.engines.base import ModelInfo
 from serve_app.errors import EngineFailed, NotReady, ServeError
 from serve_app.ingress.backend import Backend
+from serve_app.ingress.failover import Failover
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
 from serve_app.metrics import GatewayMetrics
@@ -80,8 +81,10 @@ class Generation(Response):
     async def _run(self, send: Send) -> bytes:
         """Returns what is still to be sent as the last message."""
         gateway = self._gateway
-        job = self._make_job(await gateway.backend.info())
-        async with contextlib.aclosing(gateway.backend.generate(job)) as items:  # type: ignore[type-var]
+        info = await gateway.backend.info()
+        job = self._make_job(info)
+        failover = Failover(gateway.backend, gateway.config.ingress, gateway.metrics)
+        async with contextlib.aclosing(failover.items(job, info)) as items:  # type: ignore[type-var]
             with gateway.metrics.queued.labels(job.model).track_inprogress():
                 first = await anext(items, None)
             if first is None:
