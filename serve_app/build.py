@@ -16,6 +16,7 @@ from serve_app.errors import ConfigError
 from serve_app.exporter import ExporterDirectory
 from serve_app.ingress import Ingress
 from serve_app.replica import ENGINE_FACTORY, Replica
+from serve_app.topology import READ_NODE
 
 # What an ingress needs beyond its replicas' own drain, to pass on their last frames.
 INGRESS_DRAIN_MARGIN_S = 5
@@ -35,8 +36,8 @@ def app_from_env() -> Application:
     return bind(load_config())
 
 
-def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
-    """Directory ← replicas ← ingress. `engine_factory`: see `Replica`."""
+def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = READ_NODE) -> Application:
+    """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`."""
     directory = _deployment(
         ExporterDirectory,
         name="exporters",
@@ -52,12 +53,13 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
         num_replicas=replica.num_replicas,
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
+        **placement_options(config),
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=replica.max_constructor_retry_count,
-    ).bind(config, engine_factory, directory)
+    ).bind(config, engine_factory, directory, read_node)
     return _deployment(
         Ingress,
         name="ingress",
@@ -67,6 +69,23 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s + INGRESS_DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(config, replicas, directory)
+
+
+def placement_options(config: Config) -> dict[str, Any]:
+    """Serve's options for one replica per node. One bundle with all of a node's GPUs is alone on the node, and never
+    spans two; a node without GPUs is counted instead (Serve takes no count beside bundles)."""
+    placement, replica = config.placement, config.replica
+    if not placement.whole_node:
+        return {}
+    if not replica.num_gpus:
+        return {"max_replicas_per_node": 1}
+    bundle: dict[str, float] = {"CPU": replica.num_cpus, "GPU": replica.num_gpus}
+    if placement.accelerator_type:
+        bundle[f"accelerator_type:{placement.accelerator_type}"] = 0.001
+    options: dict[str, Any] = {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
+    if placement.node_labels:
+        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)]
+    return options
 
 
 def _deployment(cls: type, **options: Any) -> Deployment:

@@ -87,6 +87,27 @@ class ReplicaConfig(_Frozen):
     max_constructor_retry_count: int = Field(3, ge=1)
 
 
+class PlacementConfig(_Frozen):
+    """Where replicas go, and what a node must be. `whole_node`: a replica takes one whole node, through one
+    placement-group bundle where it has GPUs (`replica.num_gpus` is then all of a node's), never two on a node.
+    `accelerator_type`, `node_labels`: which nodes qualify. `preflight`: each replica first checks its node against the
+    keys below (`serve_app.topology`). `gpu_name`: part of every GPU's name, else the accelerator type is.
+    `nvlink`: it must join every pair. `local_model`: the source must be a directory on the node. Sizes in GiB free."""
+
+    whole_node: bool = False
+    accelerator_type: str | None = None
+    node_labels: dict[str, str] = {}
+    preflight: bool = False
+    gpu_name: str | None = None
+    nvlink: bool = True
+    min_gpu_free_gib: float = Field(0, ge=0)
+    min_driver: str | None = Field(None, pattern=r"^\d+(\.\d+)*$")
+    min_cuda: str | None = Field(None, pattern=r"^\d+(\.\d+)*$")
+    min_memory_gib: float = Field(0, ge=0)
+    min_shm_gib: float = Field(0, ge=0)
+    local_model: bool = False
+
+
 class IngressConfig(_Frozen):
     """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
     processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
@@ -106,6 +127,36 @@ class IngressConfig(_Frozen):
     ready_timeout_s: float = Field(5, gt=0)
 
 
+class ApiKey(_Frozen):
+    """One API key, as its hash (`python -m serve_app.admission NAME` makes both). Null limits are none. `models`: ids
+    that it may use, null for all. `priority`: batch requests wait until no interactive one does."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    hash: str = Field(pattern=r"^(sha256:[0-9a-f]{64}|scrypt:([0-9a-f]{2}){8,64}:[0-9a-f]{64})$", repr=False)
+    models: list[str] | None = None
+    requests_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
+    max_concurrent: int | None = Field(None, ge=1)
+    priority: Literal["interactive", "batch"] = "interactive"
+
+
+class AdmissionConfig(_Frozen):
+    """`keys`: with any, a request without one of them is refused. `max_concurrent`: requests that generate at once,
+    null for any number; more wait, at most `max_queued`. All ingress processes together."""
+
+    keys: list[ApiKey] = []
+    max_concurrent: int | None = Field(None, ge=1)
+    max_queued: int = Field(256, ge=0)
+
+    @field_validator("keys")
+    @classmethod
+    def _keys_differ(cls, keys: list[ApiKey]) -> list[ApiKey]:
+        for what in ("name", "hash"):
+            if len({getattr(key, what) for key in keys}) < len(keys):
+                raise ValueError(f"two keys have the same {what}")
+        return keys
+
+
 class MetricsConfig(_Frozen):
     """Each process exports on its own port, where 0 picks a free one. `host`: the address it binds, "auto" is the
     node's. A process that missed three heartbeats is gone from /metrics."""
@@ -123,13 +174,25 @@ class Config(_Frozen):
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
     replica: ReplicaConfig = ReplicaConfig()
+    placement: PlacementConfig = PlacementConfig()
     ingress: IngressConfig = IngressConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _speculation_needs_drafter(self) -> Config:
         if self.model.drafter is None and self.speculation.method == "chain":
             raise ValueError("speculation.method chain needs model.drafter")
+        return self
+
+    @model_validator(mode="after")
+    def _selection_needs_a_bundle(self) -> Config:
+        placement, gpus = self.placement, self.replica.num_gpus
+        selects = placement.accelerator_type is not None or placement.node_labels
+        if selects and not (placement.whole_node and gpus):
+            raise ValueError("placement.accelerator_type and node_labels need whole_node and replica.num_gpus")
+        if placement.whole_node and gpus != int(gpus):
+            raise ValueError("placement.whole_node needs a whole number of replica.num_gpus")
         return self
 
 

@@ -157,6 +157,12 @@ class GatewayMetrics:
             ("outcome",),
             registry=registry,
         )
+        self.waiting = Gauge(
+            "gateway_waiting_requests", "Requests that wait for admission.", ("priority",), registry=registry
+        )
+        self.key_tokens = Counter(
+            "gateway_key_tokens_total", "Tokens used, by API key.", ("key", "kind"), registry=registry
+        )
         for reason in REJECT_REASONS:
             self.rejected.labels(reason)
         for outcome in RESUME_OUTCOMES:

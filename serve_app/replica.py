@@ -24,6 +24,7 @@ from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
+from serve_app.topology import READ_NODE, preflight
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
 
@@ -40,11 +41,14 @@ class Reply:
 
 
 class Replica:
-    """See the module. `engine_factory` is `module:function`, called with (Config, CollectorRegistry)."""
+    """See the module. `engine_factory` is `module:function`, called with (Config, CollectorRegistry); `read_node`
+    likewise, called with nothing, gives the NodeFacts."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits an asynchronous constructor
-        self, config: Config, engine_factory: str = ENGINE_FACTORY, exporters: Any = None
+        self, config: Config, engine_factory: str = ENGINE_FACTORY, exporters: Any = None, read_node: str = READ_NODE
     ) -> None:
+        # Before anything is loaded: Serve's status shows what a wrong node lacks.
+        preflight(config, load(read_node))
         self._config = config
         self._registry = CollectorRegistry()
         self._engine: Engine = load(engine_factory)(config, self._registry)
@@ -193,18 +197,21 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
 
 async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
     renderer, tokens = Renderer(job), 0
+    progress: list[Progress] = []
     while running:
         prompt, event = await queue.get()
         if isinstance(event, Chunk):
             if event.finish_reason == "abort":
                 raise _aborted()
             renderer.collect(prompt, event)
+            if event.finish_reason is not None:
+                progress.append(renderer.progress(prompt, event))
             tokens += len(event.token_ids)
         elif event is None:
             running -= 1
         else:
             raise event
-    yield Item(data=renderer.body(), tokens=tokens, content=True)
+    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
 
 
 def _aborted() -> ServeError:

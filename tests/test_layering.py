@@ -28,7 +28,7 @@ ALLOWED = {
     "topology": set(),
     "replica": {"engines", "engines.base", "protocol", "exporter", "topology"},
     "router": {"engines.base", "protocol"},
-    "admission": {"protocol"},
+    "admission": set(),
     "edge": {"protocol"},
     "ingress": {"edge", "protocol", "engines.base", "exporter", "admission", "router"},
     "build": {"ingress", "replica", "exporter", "router", "engines.base", "topology"},

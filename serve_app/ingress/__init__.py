@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.admission import Admission
 from serve_app.config import Config
 from serve_app.exporter import Exporter
 from serve_app.ingress.backend import HandleBackend
@@ -29,11 +30,13 @@ class Ingress:
         self, config: Config, replicas: DeploymentHandle, exporters: DeploymentHandle
     ) -> None:
         registry = CollectorRegistry()
+        metrics = GatewayMetrics(registry)
         self._gateway = Gateway(
             config=config,
             backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
             registry=registry,
-            metrics=GatewayMetrics(registry),
+            metrics=metrics,
+            admission=Admission(config.admission, metrics, config.ingress.num_replicas),
         )
         self._exporter = Exporter(registry, config.metrics, exporters)
         self._gateway.name = self._exporter.name

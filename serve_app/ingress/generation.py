@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from serve_app.admission import BYTES_PER_TOKEN, Admission
 from serve_app.config import Config
 from serve_app.engines.base import ModelInfo
 from serve_app.errors import EngineFailed, NotReady, ServeError
@@ -41,6 +42,7 @@ class Gateway:
     backend: Backend
     registry: CollectorRegistry
     metrics: GatewayMetrics
+    admission: Admission
     name: str = "ingress"
     last_token_at: float | None = None
 
@@ -83,7 +85,14 @@ class Generation(Response):
         gateway = self._gateway
         info = await gateway.backend.info()
         job = self._make_job(info)
+        async with gateway.admission.slot(self._record.caller, self._record.priority):
+            return await self._generate(job, info, send)
+
+    async def _generate(self, job: Job, info: ModelInfo, send: Send) -> bytes:
+        gateway, n = self._gateway, job.requests[0].sampling.n
         failover = Failover(gateway.backend, gateway.config.ingress, gateway.metrics)
+        # A guess until the engine has counted; it stays where the client leaves before.
+        self._record.caller.charge(self._record.body_bytes / BYTES_PER_TOKEN)
         async with contextlib.aclosing(failover.items(job, info)) as items:  # type: ignore[type-var]
             with gateway.metrics.queued.labels(job.model).track_inprogress():
                 first = await anext(items, None)
@@ -91,7 +100,7 @@ class Generation(Response):
                 raise EngineFailed("The engine gave no answer.")
             if first.error is not None:
                 raise first.error
-            self._seen(first)
+            self._seen(first, n)
             if not job.stream:
                 return first.data
             self._streaming = True
@@ -101,11 +110,23 @@ class Generation(Response):
                 if item.error is not None:
                     self._fail(item.error)
                     return item.data
-                self._seen(item)
+                self._seen(item, n)
                 await send({"type": "http.response.body", "body": item.data, "more_body": True})
         return b""
 
-    def _seen(self, item: Item) -> None:
+    def _charge(self, item: Item, n: int) -> None:
+        record, admission = self._record, self._gateway.admission
+        record.caller.charge(item.tokens)
+        admission.used(record.caller, "completion", item.tokens)
+        for part in item.progress:
+            # The choices of a prompt share it.
+            if part.usage is not None and part.choice % n == 0:
+                record.caller.charge(part.usage.prompt_tokens - record.body_bytes / BYTES_PER_TOKEN)
+                record.body_bytes = 0
+                admission.used(record.caller, "prompt", part.usage.prompt_tokens)
+
+    def _seen(self, item: Item, n: int) -> None:
+        self._charge(item, n)
         now = time.monotonic()
         if item.tokens:
             self._gateway.last_token_at = now

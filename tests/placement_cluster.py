@@ -1,0 +1,236 @@
+"""Scenarios on a cluster of simulated 8-GPU nodes, in a process of its own; prints what was seen as JSON.
+
+Run by `test_placement`. A Ray process can be in one cluster at a time, and pytest's is in another.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from ray._private.state import actors
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from serve_app.build import bind
+from serve_app.config import load_config
+from tests.conftest import FAKE_ENGINE, chat, free_port
+
+NODE_READER = "tests.fake_node:read"
+GPU_NODE = {"num_cpus": 4, "num_gpus": 8, "resources": {"accelerator_type:B300": 1}}
+SMALL = {"object_store_memory": 80 * 1024 * 1024}
+
+
+def main() -> None:
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 4, "temp_dir": directory, "include_dashboard": False, **SMALL},
+    )
+    try:
+        run(cluster)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run(cluster: Cluster) -> None:
+    for number in range(3):
+        cluster.add_node(labels={"role": "gpu", "name": f"n{number}"}, **GPU_NODE, **SMALL)
+    # Has GPUs and is not meant.
+    cluster.add_node(labels={"role": "other"}, **GPU_NODE, **SMALL)
+    ray.init(address=cluster.address, log_to_driver=False, namespace="serve")
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    url = f"http://127.0.0.1:{port}"
+    seen: dict[str, Any] = {}
+    seen["wrong"] = wrong_nodes()
+    seen["placed"] = placed()
+    seen["crowded"] = crowded()
+    seen["controller"] = controller_killed(url)
+    seen["node_lost"] = node_lost(cluster, url)
+    seen["deleted"] = deleted()
+    print("SEEN " + json.dumps(seen))
+
+
+def config(replicas: int, **placement: Any) -> Any:
+    return load_config(
+        {
+            "model": {"id": "fake"},
+            "replica": {
+                "num_replicas": replicas, "num_gpus": 8, "num_cpus": 1, "max_constructor_retry_count": 2,
+                "health_check_period_s": 1, "health_check_timeout_s": 20, "graceful_shutdown_timeout_s": 5,
+            },
+            "placement": {
+                "whole_node": True, "accelerator_type": "B300", "node_labels": {"role": "gpu"}, "preflight": True,
+                **placement,
+            },
+            "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        },
+        use_env=False,
+    )  # fmt: skip
+
+
+def deploy(replicas: int, **placement: Any) -> None:
+    serve._run(bind(config(replicas, **placement), FAKE_ENGINE, NODE_READER), name="app", _blocking=False)
+
+
+def until(condition: Any, seconds: float = 90) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def replicas() -> list[dict[str, Any]]:
+    living = (actor for actor in actors().values() if actor["State"] == "ALIVE")
+    return [actor for actor in living if actor["Name"].startswith("SERVE_REPLICA::app#engine#")]
+
+
+def nodes() -> list[str]:
+    """Names of the nodes that hold replicas."""
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    return sorted(labels[a["Address"]["NodeID"]].get("name", "wrong") for a in replicas())
+
+
+def status() -> Any:
+    return serve.status().applications["app"]
+
+
+def running() -> int:
+    return int(status().deployments["engine"].replica_states.get("RUNNING", 0))
+
+
+def groups() -> list[dict[str, Any]]:
+    return [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+
+
+def wrong_nodes() -> dict[str, Any]:
+    """No node is what the configuration asks for."""
+    deploy(3, min_driver="999.1")
+    failed = until(lambda: status().status == "DEPLOY_FAILED")
+    message = status().deployments["engine"].message
+    serve.delete("app")
+    return {"failed": failed, "message": message, "left": len(groups())}
+
+
+def placed() -> dict[str, Any]:
+    deploy(3)
+    up = until(lambda: status().status == "RUNNING")
+    table = groups()
+    return {
+        "up": up,
+        "nodes": nodes(),
+        "strategies": [group["strategy"] for group in table],
+        "bundles": [list(group["bundles"].values()) for group in table],
+    }
+
+
+def crowded() -> dict[str, Any]:
+    """One replica more than there are nodes."""
+    deploy(4)
+    until(lambda: status().status == "DEPLOYING", 10)
+    time.sleep(4)
+    found = {"nodes": nodes(), "status": str(status().status)}
+    deploy(3)
+    until(lambda: status().status == "RUNNING")
+    return found
+
+
+def controller_killed(url: str) -> dict[str, Any]:
+    """The controller and a replica are killed at once, while streams run."""
+    answers = Load(url, 30)
+    answers.wait_for_tokens()
+    controller = next(a for a in actors().values() if a["State"] == "ALIVE" and "CONTROLLER" in a["Name"])
+    before = {actor["ActorID"] for actor in replicas()}
+    for pid in (controller["Pid"], replicas()[0]["Pid"]):
+        os.kill(pid, signal.SIGKILL)
+    answers.join()
+    healed = until(lambda: len(replicas()) == 3 and running() == 3 and {a["ActorID"] for a in replicas()} != before)
+    tidy = until(lambda: len(groups()) == 3, 60)
+    return {"answers": answers.right(), "healed": healed, "groups": len(groups()), "tidy": tidy}
+
+
+def node_lost(cluster: Cluster, url: str) -> dict[str, Any]:
+    """A node with a replica goes at once, while streams run; then another joins."""
+    answers = Load(url, 30)
+    answers.wait_for_tokens()
+    lost = next(
+        node for node in cluster.worker_nodes if (node.get_resource_and_label_spec().labels or {}).get("name") == "n1"
+    )
+    cluster.remove_node(lost, allow_graceful=False)
+    answers.join()
+    cluster.add_node(labels={"role": "gpu", "name": "n9"}, **GPU_NODE, **SMALL)
+    healed = until(lambda: nodes() == ["n0", "n2", "n9"] and running() == 3)
+    return {"answers": answers.right(), "healed": healed, "nodes": nodes()}
+
+
+def deleted() -> dict[str, Any]:
+    serve.delete("app")
+    return {"left": until(lambda: not groups(), 60) and len(groups())}
+
+
+class Load:
+    """Streams that run in threads of this process."""
+
+    WORDS = "a b c d e f g h"
+    REPEAT = 8
+
+    def __init__(self, url: str, count: int) -> None:
+        self.url, self.count = url, count
+        self.texts: list[str] = [""] * count
+        self.ends: list[str] = [""] * count
+        self.threads = [threading.Thread(target=self._read, args=(i,), daemon=True) for i in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self, index: int) -> None:
+        body = chat(f"{self.WORDS} repeat={self.REPEAT} delay=0.1", stream=True, temperature=0)
+        try:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/chat/completions", json=body, timeout=90, trust_env=False
+            ) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            self.ends[index] += str(event["error"]["code"])
+                        for choice in event.get("choices", ()):
+                            self.texts[index] += choice["delta"].get("content", "")
+                    elif line:
+                        self.ends[index] += line
+        except httpx.HTTPError as error:
+            self.ends[index] += repr(error)
+
+    def wait_for_tokens(self) -> None:
+        until(lambda: all(self.texts), 30)
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(90)
+
+    def right(self) -> dict[str, int]:
+        """How each ended, counted; "whole" is the text of an undisturbed run, once, and [DONE]."""
+        whole = " ".join([self.WORDS] * self.REPEAT)
+        kinds: dict[str, int] = {}
+        for text, end in zip(self.texts, self.ends, strict=True):
+            kind = "whole" if (text, end) == (whole, "data: [DONE]") else f"{len(text)} of {len(whole)}: {end[:80]}"
+            kinds[kind] = kinds.get(kind, 0) + 1
+        return kinds
+
+
+if __name__ == "__main__":
+    signal.alarm(420)
+    main()
+    sys.exit(0)
