@@ -137,8 +137,10 @@ async def test_never_more_inside_than_slots() -> None:
         async with gate.slot(priority):
             inside += 1
             most = max(most, inside)
-            await asyncio.sleep(random.random() / 1000)
-            inside -= 1
+            try:
+                await asyncio.sleep(random.random() / 1000)
+            finally:
+                inside -= 1
 
     tasks = [asyncio.create_task(request("batch" if i % 3 else "interactive")) for i in range(200)]
     for task in random.sample(tasks, 50):
