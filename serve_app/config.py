@@ -75,14 +75,18 @@ class EngineConfig(_Frozen):
 
 
 class ReplicaConfig(_Frozen):
-    """The deployment that owns an engine. Seconds throughout."""
+    """The deployment that owns an engine. Seconds throughout. Serve replaces a replica after three failed health checks
+    in a row: one that no longer answers after three periods and timeouts, one whose engine is stuck after
+    `stuck_after_s` and three periods. `warmup_grace_s`: after its start an engine may take longer than that."""
 
     num_replicas: int = Field(1, ge=1, le=1024)
     num_cpus: float = Field(1, ge=0)
     num_gpus: float = Field(0, ge=0)
     max_ongoing_requests: int = Field(512, ge=1)
-    health_check_period_s: float = Field(5, gt=0)
-    health_check_timeout_s: float = Field(30, gt=0)
+    health_check_period_s: float = Field(3, gt=0)
+    health_check_timeout_s: float = Field(6, gt=0)
+    stuck_after_s: float = Field(10, gt=0)
+    warmup_grace_s: float = Field(60, ge=0)
     graceful_shutdown_timeout_s: float = Field(30, ge=0)
     max_constructor_retry_count: int = Field(3, ge=1)
 

@@ -1,8 +1,8 @@
 """The deployment that owns one engine: lifecycle, generation as finished frames, health, drain.
 
-It is healthy only when its engine can generate: the constructor waits for the warm-up, and the health check
-generates. API errors leave it as data (`Item.error`, `Reply.error`), since exceptions that cross a handle arrive
-wrapped, and are logged by Ray as crashes.
+It is healthy only when its engine can generate: the constructor waits for the warm-up, and then a watchdog generates.
+API errors leave it as data (`Item.error`, `Reply.error`), since exceptions that cross a handle arrive wrapped, and are
+logged by Ray as crashes.
 
 What this module does not do: HTTP, routing, validation.
 """
@@ -25,6 +25,7 @@ from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
 from serve_app.topology import READ_NODE, preflight
+from serve_app.watchdog import Watchdog, prove
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
 
@@ -57,6 +58,8 @@ class Replica:
         except BaseException:
             await self._engine.stop()
             raise
+        self._watchdog = Watchdog(self._engine, config.replica)
+        self._watchdog.start()
         self._exporter: Exporter | None = None
         if exporters is not None:
             self._exporter = Exporter(self._registry, config.metrics, exporters)
@@ -122,30 +125,22 @@ class Replica:
     async def probe(self, max_age_s: float, timeout_s: float) -> Reply:
         """Whether a token came within `max_age_s`, or comes now within `timeout_s`."""
         try:
-            await self._prove_alive(max_age_s, timeout_s)
+            await prove(self._engine, max_age_s, timeout_s)
         except Exception as error:
             logger.warning("readiness probe failed", exc_info=error)
             return Reply(error=NotReady("The engine does not generate."))
         return Reply(value=True)
 
     async def check_health(self) -> None:
-        """Called by Serve, beside the request path. Raises when the engine neither generated lately nor does now."""
-        replica = self._config.replica
-        # Serve's own timeout would hide the reason.
-        await self._prove_alive(replica.health_check_period_s, 0.9 * replica.health_check_timeout_s)
-
-    async def _prove_alive(self, max_age_s: float, timeout_s: float) -> None:
-        age = self._engine.stats().last_token_age_s
-        if age is not None and age <= max_age_s:
-            return
-        try:
-            await asyncio.wait_for(self._engine.health(), timeout_s)
-        except TimeoutError:
-            raise EngineFailed(f"The engine generated no token within {timeout_s:g} s.") from None
+        """Called by Serve, beside the request path. Raises when the engine neither generated lately nor could."""
+        if self._watchdog.failure is not None:
+            raise self._watchdog.failure
 
     async def __del__(self) -> None:  # Serve awaits it after the drain
         if exporter := getattr(self, "_exporter", None):
             await exporter.stop()
+        if watchdog := getattr(self, "_watchdog", None):
+            await watchdog.stop()
         if hasattr(self, "_engine"):
             await self._engine.stop()
 

@@ -1,6 +1,7 @@
 """kill -9 of a replica's process while streams run, on real Serve with three replicas."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ REPEAT = 6
 def three(serve_app_factory: Callable[..., Served]) -> Served:
     config = {
         "model": {"id": "fake"},
-        "replica": {"num_replicas": 3, "num_cpus": 0.1, "health_check_period_s": 1, "health_check_timeout_s": 20},
+        "replica": {"num_replicas": 3, "num_cpus": 0.1, "health_check_period_s": 1, "health_check_timeout_s": 5},
         "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
     }
     return serve_app_factory("three", config, FAKE_ENGINE)
@@ -66,8 +67,8 @@ async def read(client: httpx.AsyncClient, url: str, stream: bool, seen: asyncio.
     return text, usage, ends
 
 
-async def kill_under_load(served: Served, stream: bool) -> tuple[list[Any], int]:
-    """All answers, and the process that was killed while they ran."""
+async def kill_under_load(served: Served, stream: bool, how: signal.Signals = signal.SIGKILL) -> tuple[list[Any], int]:
+    """All answers, and the process that was signalled while they ran."""
     seen = asyncio.Semaphore(0)
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
@@ -81,7 +82,7 @@ async def kill_under_load(served: Served, stream: bool) -> tuple[list[Any], int]
         running = await asyncio.to_thread(pids, served)
         victim = max(running, key=lambda pid: running[pid])
         assert running[victim] > 0
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, how)
         async with asyncio.timeout(120):
             return list(await asyncio.gather(*readers)), victim
 
@@ -115,3 +116,16 @@ def test_a_request_that_ends_its_replicas_ends_a_bounded_number(three: Served) -
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "replica_lost")
     assert answer.headers["x-should-retry"] == "false"
     eventually(lambda: len(set(pids(three)) - before) == 3, 90)
+
+
+async def test_a_replica_that_freezes_is_replaced_and_its_streams_go_on(three: Served) -> None:
+    await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3, 90)
+    answers, frozen = await kill_under_load(three, True, signal.SIGSTOP)
+    try:
+        words = " ".join([WORDS] * REPEAT)
+        assert [text for text, _, _ in answers] == [words] * STREAMS
+        await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3 and frozen not in pids(three), 90)
+        await asyncio.to_thread(eventually, lambda: not os.path.exists(f"/proc/{frozen}"), 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(frozen, signal.SIGKILL)
