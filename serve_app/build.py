@@ -10,6 +10,7 @@ from typing import Any, cast
 import yaml
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
 
 from serve_app.config import Config, load_config
 from serve_app.errors import ConfigError
@@ -20,6 +21,8 @@ from serve_app.topology import READ_NODE
 
 # What an ingress needs beyond its replicas' own drain, to pass on their last frames.
 INGRESS_DRAIN_MARGIN_S = 5
+# How soon routers learn that a replica's own watchdog found it ill.
+ROUTING_STATS_PERIOD_S = 2
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -54,6 +57,7 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = 
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         **placement_options(config),
+        **routing_options(config),
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
@@ -86,6 +90,19 @@ def placement_options(config: Config) -> dict[str, Any]:
     if placement.node_labels:
         options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)]
     return options
+
+
+def routing_options(config: Config) -> dict[str, Any]:
+    """Serve's own router is power of two choices."""
+    routing = config.routing
+    if routing.policy == "power_of_two":
+        return {}
+    options: dict[str, Any] = {
+        "request_router_class": "serve_app.router.serve_router.PrefixRouter",
+        "request_router_kwargs": routing.model_dump(exclude={"policy"}),
+        "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
+    }
+    return {"request_router_config": RequestRouterConfig(**options)}
 
 
 def _deployment(cls: type, **options: Any) -> Deployment:

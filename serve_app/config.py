@@ -112,6 +112,19 @@ class PlacementConfig(_Frozen):
     local_model: bool = False
 
 
+class RoutingConfig(_Frozen):
+    """How an ingress chooses a replica. `prefix`: the one that was sent most of the prompt before, unless it has more
+    than `slack` (a share of the mean) more to do than its peers; `power_of_two`: the less loaded of two. Each ingress
+    remembers `max_blocks` blocks of `block_chars` characters. A replica that leaves a request unanswered for
+    `suspect_s` gets no other."""
+
+    policy: Literal["prefix", "power_of_two"] = "prefix"
+    slack: float = Field(0.25, ge=0, le=10)
+    max_blocks: int = Field(65536, ge=1)
+    block_chars: int = Field(256, ge=16)
+    suspect_s: float = Field(2, gt=0)
+
+
 class IngressConfig(_Frozen):
     """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
     processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
@@ -179,6 +192,7 @@ class Config(_Frozen):
     engine: EngineConfig = EngineConfig()
     replica: ReplicaConfig = ReplicaConfig()
     placement: PlacementConfig = PlacementConfig()
+    routing: RoutingConfig = RoutingConfig()
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
     metrics: MetricsConfig = MetricsConfig()

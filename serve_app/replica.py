@@ -131,6 +131,10 @@ class Replica:
             return Reply(error=NotReady("The engine does not generate."))
         return Reply(value=True)
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve now and then, for the routers."""
+        return {"healthy": self._watchdog.failure is None}
+
     async def check_health(self) -> None:
         """Called by Serve, beside the request path. Raises when the engine neither generated lately nor could."""
         if self._watchdog.failure is not None:

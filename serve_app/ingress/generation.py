@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
@@ -84,7 +84,7 @@ class Generation(Response):
         """Returns what is still to be sent as the last message."""
         gateway = self._gateway
         info = await gateway.backend.info()
-        job = self._make_job(info)
+        job = replace(self._make_job(info), session=self._record.session)
         async with gateway.admission.slot(self._record.caller, self._record.priority):
             return await self._generate(job, info, send)
 

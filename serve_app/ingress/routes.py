@@ -45,6 +45,7 @@ from serve_app.protocol import (
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+SESSION_HEADER, MAX_SESSION_CHARS = "x-session-id", 256
 _SCHEMAS = "#/components/schemas/{model}"
 Wire = TypeVar("Wire", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 T = TypeVar("T")
@@ -168,6 +169,7 @@ async def _read(gateway: Gateway, request: Request, wire: type[Wire]) -> tuple[W
     until = deadline(record, request.headers, gateway.config.ingress.request_timeout_s)
     raw = await read_body(request, gateway.config.ingress.max_body_bytes, until)
     record.body_bytes = len(raw)
+    record.session = request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS]
     body = parse_object(raw)
     if isinstance(body.get("model"), str):
         _known(gateway, request, body["model"])

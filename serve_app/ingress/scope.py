@@ -63,6 +63,7 @@ class Record:
     caller: Caller = ANONYMOUS
     priority: Priority = "interactive"
     body_bytes: int = 0
+    session: str = ""
 
 
 class RequestScope:

@@ -35,7 +35,8 @@ _RESERVED_KWARGS = frozenset(
 class Job:
     """One HTTP request: its prompts run concurrently; choice `j` of prompt `i` has index `i * n + j`.
 
-    `sent`: per choice, what a replica that was lost had sent of it; empty for a job from its beginning.
+    `session`: what the client calls the chat, for routing. `sent`: per choice, what a replica that was lost had sent of
+    it; empty for a job from its beginning.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Job:
     include_usage: bool
     requests: tuple[GenerateRequest, ...]
     sent: tuple[Progress | None, ...] = ()
+    session: str = ""
 
     @property
     def choices(self) -> int:
