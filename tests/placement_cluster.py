@@ -17,6 +17,7 @@ import httpx
 import ray
 from ray import serve
 from ray._private.state import actors
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
@@ -24,6 +25,7 @@ from serve_app.build import bind
 from serve_app.config import load_config
 from tests.conftest import FAKE_ENGINE, RAY_STARTS, chat, free_port
 
+PREEMPTION = 2  # DrainNodeReason
 NODE_READER = "tests.fake_node:read"
 
 
@@ -69,6 +71,7 @@ def run(cluster: Cluster) -> None:
     seen["crowded"] = crowded()
     seen["controller"] = controller_killed(url)
     seen["node_lost"] = node_lost(cluster, gpu_nodes["n1"], url)
+    seen["drained"] = drained(cluster, url)
     seen["deleted"] = deleted()
     print("SEEN " + json.dumps(seen))
 
@@ -182,6 +185,19 @@ def node_lost(cluster: Cluster, node: Any, url: str) -> dict[str, Any]:
     add_gpu_node(cluster, "gpu", "n9")
     healed = until(lambda: nodes() == ["n0", "n2", "n9"] and running() == 3)
     return {"answers": answers.right(), "healed": healed, "nodes": nodes()}
+
+
+def drained(cluster: Cluster, url: str) -> dict[str, Any]:
+    """A node is told to empty itself while streams run, and a spare one is there."""
+    add_gpu_node(cluster, "gpu", "n10")
+    leaving = next(node["NodeID"] for node in ray.nodes() if node["Labels"].get("name") == "n0")
+    answers = Load(url, 30)
+    answers.wait_for_tokens()
+    deadline_ms = int((time.time() + 60) * 1000)
+    accepted, why = GcsClient(address=cluster.address).drain_node(leaving, PREEMPTION, "maintenance", deadline_ms)
+    answers.join()
+    moved = until(lambda: nodes() == ["n10", "n2", "n9"] and running() == 3)
+    return {"accepted": accepted, "why": why, "answers": answers.right(), "moved": moved, "nodes": nodes()}
 
 
 def deleted() -> dict[str, Any]:

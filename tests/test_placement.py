@@ -66,5 +66,14 @@ def test_a_new_node_takes_the_lost_ones_place(seen: dict[str, Any]) -> None:
     assert seen["node_lost"]["healed"], seen["node_lost"]["nodes"]
 
 
+def test_a_node_that_is_drained_loses_no_stream(seen: dict[str, Any]) -> None:
+    assert seen["drained"]["accepted"], seen["drained"]["why"]
+    assert seen["drained"]["answers"] == {"whole": 30}
+
+
+def test_a_drained_nodes_replica_moves(seen: dict[str, Any]) -> None:
+    assert seen["drained"]["moved"], seen["drained"]["nodes"]
+
+
 def test_nothing_is_left_after_deletion(seen: dict[str, Any]) -> None:
     assert seen["deleted"]["left"] == 0
