@@ -53,11 +53,11 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = 
     replicas = _deployment(
         Replica,
         name="engine",
-        num_replicas=replica.num_replicas,
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         **placement_options(config),
         **routing_options(config),
+        **scaling_options(config),
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
@@ -103,6 +103,29 @@ def routing_options(config: Config) -> dict[str, Any]:
         "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
     }
     return {"request_router_config": RequestRouterConfig(**options)}
+
+
+def scaling_options(config: Config) -> dict[str, Any]:
+    """A fixed number of replicas, or one that follows how busy they are."""
+    scaling = config.autoscaling
+    if scaling.max_replicas is None:
+        return {"num_replicas": config.replica.num_replicas}
+    policy = {
+        "policy_function": "serve_app.scaling:BusyPolicy",
+        "policy_kwargs": {"target": scaling.target_busy, "slots": config.engine.max_running},
+    }
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "max_replicas": scaling.max_replicas,
+            "initial_replicas": config.replica.num_replicas,
+            "look_back_period_s": scaling.look_back_s,
+            "metrics_interval_s": min(2.0, scaling.look_back_s / 2),
+            "upscale_delay_s": scaling.upscale_delay_s,
+            "downscale_delay_s": scaling.downscale_delay_s,
+            "policy": policy,
+        }
+    }
 
 
 def _deployment(cls: type, **options: Any) -> Deployment:

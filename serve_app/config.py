@@ -112,6 +112,19 @@ class PlacementConfig(_Frozen):
     local_model: bool = False
 
 
+class AutoscalingConfig(_Frozen):
+    """The number of replicas follows the load when `max_replicas` is set; `replica.num_replicas` is then the number at
+    first. `target_busy`: the share of its slots, or of its KV memory, that each should use. Delays: how long the load
+    must say so. A replica that goes finishes its streams within `replica.graceful_shutdown_timeout_s`."""
+
+    max_replicas: int | None = Field(None, ge=1)
+    min_replicas: int = Field(1, ge=1)
+    target_busy: float = Field(0.7, gt=0, le=1)
+    look_back_s: float = Field(10, gt=0)
+    upscale_delay_s: float = Field(15, ge=0)
+    downscale_delay_s: float = Field(300, ge=0)
+
+
 class RoutingConfig(_Frozen):
     """How an ingress chooses a replica. `prefix`: the one that was sent most of the prompt before, unless it has more
     than `slack` (a share of the mean) more to do than its peers; `power_of_two`: the less loaded of two. Each ingress
@@ -192,6 +205,7 @@ class Config(_Frozen):
     engine: EngineConfig = EngineConfig()
     replica: ReplicaConfig = ReplicaConfig()
     placement: PlacementConfig = PlacementConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     routing: RoutingConfig = RoutingConfig()
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -201,6 +215,15 @@ class Config(_Frozen):
     def _speculation_needs_drafter(self) -> Config:
         if self.model.drafter is None and self.speculation.method == "chain":
             raise ValueError("speculation.method chain needs model.drafter")
+        return self
+
+    @model_validator(mode="after")
+    def _first_number_is_within_bounds(self) -> Config:
+        scaling = self.autoscaling
+        if scaling.max_replicas is not None and not (
+            scaling.min_replicas <= self.replica.num_replicas <= scaling.max_replicas
+        ):
+            raise ValueError("replica.num_replicas must lie between autoscaling.min_replicas and max_replicas")
         return self
 
     @model_validator(mode="after")

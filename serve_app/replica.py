@@ -24,6 +24,7 @@ from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
+from serve_app.scaling import BUSY, busy
 from serve_app.topology import READ_NODE, preflight
 from serve_app.watchdog import Watchdog, prove
 
@@ -134,6 +135,10 @@ class Replica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve now and then, for the routers."""
         return {"healthy": self._watchdog.failure is None}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the number of replicas follows the load."""
+        return {BUSY: busy(self._engine.stats())}
 
     async def check_health(self) -> None:
         """Called by Serve, beside the request path. Raises when the engine neither generated lately nor could."""

@@ -12,15 +12,16 @@ from ray import serve
 
 from serve_app.build import bind
 from serve_app.config import load_config
-from tests.conftest import FAKE_ENGINE, chat, eventually, replica_pids
+from tests.conftest import FAKE_ENGINE, chat, eventually, full_only, replica_pids
 
 pytestmark = pytest.mark.timeout(400)
 NAME = "rolling"
 WORDS = "a b c d e f g h"
 
 
-def deploy(replicas: int, grace_s: float = 20, **engine: Any) -> None:
+def deploy(replicas: int, grace_s: float = 20, scaling: dict[str, Any] | None = None, **engine: Any) -> None:
     config = {
+        "autoscaling": scaling or {},
         "model": {"id": "fake"},
         "engine": engine,
         "replica": {"num_replicas": replicas, "num_cpus": 0.1, "graceful_shutdown_timeout_s": grace_s},
@@ -94,4 +95,17 @@ def test_scaling_up_and_down_fails_no_request(url: str) -> None:
         deploy(3, max_queued=17)
         deploy(1, max_queued=17)
         eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 60)
+    assert set(load.outcomes) == {"whole"}
+
+
+@full_only
+def test_the_number_of_replicas_follows_the_load_and_fails_no_request(url: str) -> None:
+    # The fake engine has 64 slots: ten requests ask for three replicas.
+    scaling = {
+        "max_replicas": 3, "target_busy": 0.06, "look_back_s": 3, "upscale_delay_s": 1, "downscale_delay_s": 3,
+    }  # fmt: skip
+    deploy(1, scaling=scaling)
+    with Load(url, clients=10, delay=0.3) as load:
+        eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 90)
+    eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 90)
     assert set(load.outcomes) == {"whole"}
