@@ -68,6 +68,8 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = 
         Ingress,
         name="ingress",
         num_replicas=ingress.num_replicas,
+        # It needs no node of its own: the new ones are there before the old ones go.
+        max_surge_percent=100,
         max_ongoing_requests=ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s + INGRESS_DRAIN_MARGIN_S,

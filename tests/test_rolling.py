@@ -25,7 +25,6 @@ def deploy(replicas: int, grace_s: float = 20, scaling: dict[str, Any] | None = 
         "model": {"id": "fake"},
         "engine": engine,
         "replica": {"num_replicas": replicas, "num_cpus": 0.1, "graceful_shutdown_timeout_s": grace_s},
-        "ingress": {"num_replicas": 2},
         "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
     }
     tree = load_config(config, use_env=False)
