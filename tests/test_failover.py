@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import FAKE_ENGINE, FULL, Served, chat, eventually, metric
+from tests.conftest import FAKE_ENGINE, FULL, Served, chat, eventually, full_only, metric
 
 STREAMS = 200 if FULL else 50
 WORDS = "a b c d e f g h i j"
@@ -118,6 +118,7 @@ def test_a_request_that_ends_its_replicas_ends_a_bounded_number(three: Served) -
     eventually(lambda: len(set(pids(three)) - before) == 3, 90)
 
 
+@full_only
 async def test_a_replica_that_freezes_is_replaced_and_its_streams_go_on(three: Served) -> None:
     await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3, 90)
     answers, frozen = await kill_under_load(three, True, signal.SIGSTOP)
