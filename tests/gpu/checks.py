@@ -142,7 +142,7 @@ def law(fleet: Fleet, name: str, samples: int) -> dict[str, Any]:
 
 
 def traffic(fleet: Fleet, name: str, seconds: float, workers: int) -> dict[str, Any]:
-    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools, then one plain answer."""
+    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools, then plain answers."""
     child = fleet.child(name)
     before = verify_steps(fleet, name)
     limit = max(min(seconds, fleet.left() - 25), 1)

@@ -22,20 +22,21 @@ from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
 
 GREEDY = {"temperature": 0.0, "ignore_eos": False}
 EXACT = {"dtype": "float16", "grammar_backend": "xgrammar", "context_length": 2048}
+EIGHT = {"max_running_requests": 8}
 MLA = {**EXACT, "grammar_backend": "none", "skip_tokenizer_init": True}
-FLASHINFER = {**EXACT, "attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"}
+FLASHINFER = {**EXACT, **EIGHT, "attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"}
 TWO = {"tp_size": 2, "disable_custom_all_reduce": True}
 # name: (mode, changed arguments, environment)
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "ar": ("ar", EXACT, {}),
-    "ddtree": ("ddtree-32", EXACT, {}),
-    "dflash": ("dflash", EXACT, {}),
-    "chain": ("ddtree-15", {**EXACT, "speculative_eagle_topk": 1}, {}),
+    "ar": ("ar", {**EXACT, "cuda_graph_max_bs_decode": 16}, {}),
+    "ddtree": ("ddtree-32", EXACT, {}),  # 16 running, graphs up to 8: both kinds of step in one batch's life
+    "dflash": ("dflash", {**EXACT, **EIGHT}, {}),
+    "chain": ("ddtree-15", {**EXACT, **EIGHT, "speculative_eagle_topk": 1}, {}),
     "eager": ("ddtree-32", {**EXACT, "disable_cuda_graph": True}, {}),
-    "page16": ("ddtree-32", {**EXACT, "page_size": 16}, {}),
-    "wide": ("ddtree-64", EXACT, {}),
-    "plain": ("ddtree-32", EXACT, {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"}),
-    "bf16": ("ddtree-32", {}, {}),
+    "page16": ("ddtree-32", {**EXACT, **EIGHT, "page_size": 16}, {}),
+    "wide": ("ddtree-64", {**EXACT, **EIGHT}, {}),
+    "plain": ("ddtree-32", {**EXACT, **EIGHT}, {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"}),
+    "bf16": ("ddtree-32", EIGHT, {}),
     "flashinfer": ("ddtree-32", FLASHINFER, {}),
     "flashinfer16": ("ddtree-32", {**FLASHINFER, "page_size": 16}, {}),
     "mla-ar": ("ar", MLA, {}),
