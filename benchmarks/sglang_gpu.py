@@ -4,7 +4,7 @@
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
 same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all.
-Beside the runs: where a DDTREE step's GPU time goes, and each engine's memory.
+Beside the runs: where a DDTREE step's time goes, and the memory of its captured state.
 
 What this program does not do: check that the outputs are right (tests/gpu does).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -32,7 +33,8 @@ def machine() -> dict[str, Any]:
     """What the numbers hold for."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return {"gpu": gpu, **{name: version(name) for name in ("sglang", "torch", "triton")}}
+    trees = "spine first" if os.environ.get("SGLANG_DDTREE_SPINE_FIRST", "0") != "0" else "best first"
+    return {"gpu": gpu, **{name: version(name) for name in ("sglang", "torch", "triton")}, "trees": trees}
 
 
 def measure(child: Child, batch: int, tokens: int, prompts: int, left: float) -> dict[str, Any]:
@@ -60,6 +62,13 @@ def phases(child: Child, batch: int, folder: Path, left: float) -> dict[str, flo
     return step_phases(read_kernels(folder))
 
 
+def graph_state(log: Path) -> str | None:
+    """What DDTREE printed at its start about the memory of its captured state. (SGLang's own figures are differences of
+    free memory, which engines that start side by side blur.)"""
+    printed = [line for line in log.read_text().splitlines() if "graph state" in line]
+    return printed[-1].partition("graph state ")[2] if printed else None
+
+
 def fallbacks(child: Child, left: float) -> dict[str, float]:
     """Counted eager forwards so far, those that occurred."""
     samples = child.ask("metrics", left)["metrics"]
@@ -79,7 +88,7 @@ def main() -> None:
     parser.add_argument("--stagger", type=float, default=45)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    result: dict[str, Any] = {"machine": machine(), "runs": [], "phases_ms": {}, "memory_gb": {}}
+    result: dict[str, Any] = {"machine": machine(), "runs": [], "phases_ms": {}, "graph_state": {}}
     if arguments.out.exists():
         result |= json.loads(arguments.out.read_text())
     batches = [int(size) for size in arguments.batches.split(",")]
@@ -130,7 +139,7 @@ def runs(
         left = deadline - time.monotonic()
         found = {str(batch): phases(child, batch, arguments.logs / f"trace-{name}-{batch}", left) for batch in (1, 8)}
         result["phases_ms"][name] = found
-    result["memory_gb"][name] = child.ask("pool", deadline - time.monotonic())["state"]
+    result["graph_state"][name] = graph_state(arguments.logs / f"{name}.log")
 
 
 def save(result: dict[str, Any], path: Path) -> None:

@@ -56,7 +56,11 @@ def logprobs(fleet: Fleet, name: str) -> dict[str, Any]:
 
 
 def limits(fleet: Fleet, name: str) -> dict[str, Any]:
-    """Limits, stop strings and stop tokens that fall inside an accepted path: text and reason must be AR's."""
+    """Limits, stop strings and stop tokens that fall inside an accepted path: text and reason must be AR's.
+
+    "every limit" cuts answers that end by themselves at many lengths around their ends, so that in some the end token
+    and the limit fall into one block.
+    """
     asked = prompts(24)
     exact = {}
     for tokens in (1, 2, 3, 7, 16, 33):
@@ -72,14 +76,18 @@ def limits(fleet: Fleet, name: str) -> dict[str, Any]:
         ours, theirs = (fleet.generate(engine, asked, params) for engine in (name, "ar"))
         same = sum(a["text"] == b["text"] and a["finish"] == b["finish"] for a, b in zip(ours, theirs, strict=True))
         stops[label] = {"same": same, "of": len(asked), "stopped": sum(o["finish"]["type"] == "stop" for o in ours)}
-    return {"max_new_tokens": exact, "stops": stops}
+    ending = [prompts(100)[number] for number in fleet.report["ending"]]
+    every = [{**GREEDY, "max_new_tokens": limit} for limit in range(90, 128, 3)]
+    pairs = [(prompt, params) for prompt in ending for params in every]
+    ours, theirs = (fleet.generate(e, [p for p, _ in pairs], [q for _, q in pairs]) for e in (name, "ar"))
+    return {"max_new_tokens": exact, "stops": stops, "every limit": fleet.compare(ours, theirs, [p for p, _ in pairs])}
 
 
 def context_end(fleet: Fleet, name: str, context: int) -> dict[str, Any]:
     """Prompts that leave less than a tree, less than a block, or one token of the context."""
     text = fleet.tokenizer.encode(" ".join(prompts(200)))
     text = (text * (context // len(text) + 1))[:context]
-    rooms = [2, 3, 5, 15, 16, 17, 31, 33, 34, 60]  # SGLang leaves the last position unused
+    rooms = [6, 7, 8, 15, 16, 17, 31, 33, 34, 60]  # SGLang takes no prompt that leaves fewer than six
     asked = [text[: context - room] for room in rooms]
     params = [{**GREEDY, "max_new_tokens": room - 1, "ignore_eos": True} for room in rooms]
     ours, theirs = (
@@ -142,7 +150,7 @@ def law(fleet: Fleet, name: str, samples: int) -> dict[str, Any]:
 
 
 def traffic(fleet: Fleet, name: str, seconds: float, workers: int) -> dict[str, Any]:
-    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools, then plain answers."""
+    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools."""
     child = fleet.child(name)
     before = verify_steps(fleet, name)
     limit = max(min(seconds, fleet.left() - 25), 1)

@@ -151,7 +151,7 @@ class Fleet:
                 pairs = zip([*ours["ids"], None], [*theirs["ids"], None], strict=False)
                 at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
                 differing.append({"prompt": index, "at": at, "lengths": [len(ours["ids"]), len(theirs["ids"])]})
-        for entry in differing[:40]:
+        for entry in differing:
             index = entry["prompt"]
             entry |= self._gap(prompts[index], found[index]["ids"], expected[index]["ids"], entry["at"], reference)
         steps, made = sum(r["verify_steps"] for r in found), sum(len(r["ids"]) for r in found)

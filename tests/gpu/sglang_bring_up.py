@@ -34,6 +34,8 @@ def run(fleet: Fleet) -> None:
         fleet.stage("ar", lambda: expected.extend(fleet.greedy("ar", prompts(count), tokens)) or len(expected))
         if not expected:
             return  # nothing to compare with
+        lengths = {number: len(output["ids"]) for number, output in enumerate(expected) if len(output["ids"]) > 90}
+        fleet.report["ending"] = [number for number, length in lengths.items() if length < tokens][:8]
     if "ddtree" in names:
         fleet.stage("ddtree alone", lambda: checks.identity(fleet, "ddtree", expected[:24], one_by_one=True))
         fleet.stage("ddtree steady counters", lambda: checks.counters(fleet, "ddtree"))
