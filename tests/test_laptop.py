@@ -164,15 +164,25 @@ def test_mixed_requests_at_once_answer_as_alone(laptop: Served, official: openai
         assert list(pool.map(ask, texts)) == alone
 
 
-def test_the_launcher_serves_from_any_directory_says_so_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_the_launcher_serves_from_any_directory_says_so_drains_and_stops(tmp_path: Path, background: bool) -> None:
     port = free_port()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
-    # With SIGINT ignored, as a shell starts its background jobs.
-    command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    # A shell starts its background jobs with SIGINT ignored.
+    command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"] if background else []
     command += [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
     log = tmp_path / "log"
     with log.open("wb") as output:
-        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
+        child = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+
+    def stop() -> None:
+        if background:
+            child.send_signal(signal.SIGTERM)
+        else:  # a terminal's Ctrl-C reaches every process of the group, Ray's too
+            os.killpg(child.pid, signal.SIGINT)
+
     try:
         deadline = time.monotonic() + START_S
         while "Ready on" not in log.read_text(errors="replace"):
@@ -186,9 +196,10 @@ def test_the_launcher_serves_from_any_directory_says_so_and_stops(tmp_path: Path
         with httpx.stream("POST", answer.url, json=running, timeout=60, trust_env=False) as stream:
             lines = stream.iter_lines()
             next(lines)
-            child.send_signal(signal.SIGTERM)
+            stop()
             *_, finish, _, done, _ = lines
         assert '"finish_reason":"length"' in finish and done == "data: [DONE]"
+        assert child.wait(60) == 0
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(60)
