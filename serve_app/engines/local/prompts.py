@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from serve_app.engines.base import GenerateRequest
-from serve_app.engines.local.literal import LiteralEncoder
-from serve_app.errors import InvalidRequest, Unsupported
+from serve_app.engines.local.literal import LiteralEncoder, Shield
+from serve_app.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 
 
 class PromptRenderer:
@@ -24,33 +24,50 @@ class PromptRenderer:
 
     Args:
         vocab: ids at or above it are refused.
+        floor: fewest tokens that a text can have; `token_floor`.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int) -> None:
-        self._tokenizer, self._vocab = tokenizer, vocab
+    def __init__(self, tokenizer: Any, vocab: int, floor: Callable[[str], int] = lambda text: 0) -> None:
+        self._tokenizer, self._vocab, self._floor = tokenizer, vocab, floor
         self._chats = LiteralEncoder(tokenizer)
 
-    def encode(self, request: GenerateRequest) -> list[int]:
+    def encode(self, request: GenerateRequest, context: int | None = None) -> list[int]:
         """Token ids of the prompt, at least one.
 
+        Args:
+            context: refuse a text, before it is tokenised, that surely has this many tokens. Others pass, whatever
+                their length.
+
         Raises:
+            ContextLengthExceeded: see `context`.
             InvalidRequest: no prompt, an unknown token id, or messages that the template refuses.
             Unsupported: content parts that are not text, or tools when the template has no place for them.
         """
         if request.messages is not None:
-            return self._chat(request)
+            text, shield = self._chat(request)
+            self._refuse_hopeless(shield.lift(text), "messages", context)
+            return self._chats.encode(text, shield)
         if request.prompt_token_ids is not None:
             ids = list(request.prompt_token_ids)
             if any(not 0 <= token < self._vocab for token in ids):
                 raise InvalidRequest(f"prompt token ids must be from 0 to {self._vocab - 1}", param="prompt")
         else:
             text = _valid(request.prompt or "", "prompt")
+            self._refuse_hopeless(text, "prompt", context)
             ids = list(self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return ids
 
-    def _chat(self, request: GenerateRequest) -> list[int]:
+    def _refuse_hopeless(self, text: str, param: str, context: int | None) -> None:
+        if context is not None and (least := self._floor(text)) >= context:
+            raise ContextLengthExceeded(
+                f"the prompt has at least {least} tokens; this model's context holds {context}, answer included",
+                param=param,
+            )
+
+    def _chat(self, request: GenerateRequest) -> tuple[str, Shield]:
+        """The rendered messages, and what covers special tokens in them."""
         template = getattr(self._tokenizer, "chat_template", None)
         if not template:
             raise InvalidRequest("this model has no chat template; send a plain prompt instead", param="messages")
@@ -70,7 +87,7 @@ class PromptRenderer:
             raise InvalidRequest(
                 f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
             ) from None
-        return self._chats.encode(_valid(text, "messages"), shield)
+        return _valid(text, "messages"), shield
 
 
 def _valid(text: str, param: str) -> str:

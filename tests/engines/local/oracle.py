@@ -107,7 +107,7 @@ class Rig:
         limit = min(params.max_tokens or CONTEXT, CONTEXT - len(prompt))
         text = TextStream(params, make_detokenizer(self.vocabulary), limit, {END})
         rules = LogitRules(params, prompt, self.vocab, {END} | set(params.stop_token_ids), CPU)
-        sequence = Sequence(None, 0, list(prompt), params, params.seed or 0, text, sink, limit, rules=rules)
+        sequence = Sequence(0, list(prompt), params, params.seed or 0, text, sink, limit, rules=rules)
         self.stepper.scheduler.add(sequence)
         return chunks
 
