@@ -203,6 +203,8 @@ class ModelRunner:
 
     def commit(self, slots: Sequence[int], starts: Sequence[int], accepted: Accepted) -> None:
         """Move the accepted nodes' K/V to the front of each request's new positions."""
+        if accepted.indices.shape[1] == 1:  # roots alone lie where they belong
+            return
         rows, source, target = compaction_moves(self._ints(starts), accepted)
         base = self._ints(slots)[rows] * self._capacity
         self._cache.move(base + source, base + target)
