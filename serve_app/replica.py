@@ -62,7 +62,8 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Closing or cancelling aborts every prompt in the engine.
+        timers. Without streaming, an empty item says that generation has begun, and the body follows at the end.
+        Closing or cancelling aborts every prompt in the engine.
         """
         queue: asyncio.Queue[Event] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(i, request, queue)) for i, request in enumerate(job.requests)]
@@ -186,7 +187,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
 
 
 async def _collect(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
-    renderer, running, tokens = Renderer(job), len(job.requests), 0
+    renderer, running, tokens, begun = Renderer(job), len(job.requests), 0, False
     while running:
         prompt, event = await queue.get()
         if isinstance(event, Chunk):
@@ -194,6 +195,10 @@ async def _collect(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]
                 raise _aborted()
             renderer.collect(prompt, event)
             tokens += len(event.token_ids)
+            if not begun:
+                begun = True
+                yield Item(tokens=tokens)
+                tokens = 0
         elif event is None:
             running -= 1
         else:

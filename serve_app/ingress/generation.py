@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -86,11 +86,9 @@ class Generation(Response):
                 first = await anext(items, None)
             if first is None:
                 raise EngineFailed("The engine gave no answer.")
-            if first.error is not None:
-                raise first.error
-            self._seen(first)
+            self._accept(first)
             if not job.stream:
-                return first.data
+                return await self._whole(first, items)
             self._streaming = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             await send({"type": "http.response.body", "body": first.data, "more_body": True})
@@ -101,6 +99,20 @@ class Generation(Response):
                 self._seen(item)
                 await send({"type": "http.response.body", "body": item.data, "more_body": True})
         return b""
+
+    async def _whole(self, last: Item, items: AsyncIterator[Item]) -> bytes:
+        """The body of an answer that does not stream: it comes in the last item."""
+        async for last in items:
+            self._accept(last)
+        if not last.data:
+            raise EngineFailed("The engine gave no answer.")
+        return last.data
+
+    def _accept(self, item: Item) -> None:
+        """While the status line can still tell an error: raise it."""
+        if item.error is not None:
+            raise item.error
+        self._seen(item)
 
     def _seen(self, item: Item) -> None:
         now = time.monotonic()

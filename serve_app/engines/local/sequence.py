@@ -24,7 +24,7 @@ class Sequence:
     """One choice.
 
     Attributes:
-        owner: the submission it belongs to. index: which of the request's choices.
+        index: which of the request's choices.
         prompt: token ids. seed: of this choice. max_tokens: output tokens at most, bounded by the context.
         probe: a health check; it has a slot of its own and passes the queue.
         slot: KV slot while running, else None.
@@ -34,7 +34,6 @@ class Sequence:
             first `pending_len` rows count, and they belong to the positions just below `committed`.
     """
 
-    owner: object
     index: int
     prompt: list[int]
     params: SamplingParams
