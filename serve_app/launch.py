@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import NoReturn
 
 from serve_app.config import load_config
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve_run(host: str, port: int) -> int:
-    """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt; other ways to stop take that path too."""
+    """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt: every way to stop ends there, drained."""
     for name, value in SERVE_SWITCHES.items():
         os.environ.setdefault(name, value)
     import ray
@@ -65,8 +66,7 @@ def _serve_run(host: str, port: int) -> int:
     try:
         ray.init(namespace="serve")
         # After ray.init, which installs handlers of its own.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _drain_first)
+        _on_stop(_drain_first)
         serve.start(http_options={"host": host, "port": port})
         cli(["run", "serve_app:app"], standalone_mode=False)
     except KeyboardInterrupt:
@@ -76,11 +76,17 @@ def _serve_run(host: str, port: int) -> int:
     return 0
 
 
+def _on_stop(handler: Callable[..., None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A shell starts background jobs with SIGINT ignored, nohup its command with SIGHUP: that is meant.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def _drain_first(*_: object) -> None:
     """Serve's shutdown kills the proxies before anything else, which would cut running answers; deleting the
     application first lets them end, within the replicas' own time. A second signal does not wait."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    _on_stop(_interrupt)
     # Not here: the main thread may be inside Ray, holding its locks.
     threading.Thread(target=_drain, daemon=True).start()
 
@@ -88,13 +94,14 @@ def _drain_first(*_: object) -> None:
 def _drain() -> None:
     from ray import serve
 
+    print("Stopping when the running answers have ended; once more (Ctrl-C) cuts them.", flush=True)
     try:
         serve.delete(APP_NAME)
     except Exception as error:
         print(f"the application did not drain: {error}", file=sys.stderr)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
-    # Not SIGINT: a shell starts background jobs with it ignored.
+    # Not SIGINT, which may be ignored.
     signal.pthread_kill(main_thread, signal.SIGTERM)
 
 

@@ -146,7 +146,7 @@ class GatewayMetrics:
             registry=registry,
         )
         self.inflight = Gauge("gateway_inflight_requests", "Requests being served.", ("model",), registry=registry)
-        self.queued = Gauge("gateway_queued_requests", "Requests not answered yet.", ("model",), registry=registry)
+        self.queued = Gauge("gateway_queued_requests", "Requests without a token yet.", ("model",), registry=registry)
         self.rejected = Counter("gateway_rejected_total", "Requests refused.", ("reason",), registry=registry)
         self.stream_errors = Counter(
             "gateway_stream_errors_total", "Streams that ended with an error frame.", ("model",), registry=registry

@@ -70,8 +70,9 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on
-        behind what was sent.
+        timers. Without streaming, an empty item says that generation has begun, and the body follows at the end.
+        Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
+        was sent.
         """
         queue: asyncio.Queue[Event] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(work, queue)) for work in open_work(job.requests, job.sent)]
@@ -200,7 +201,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
 
 
 async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
-    renderer, tokens = Renderer(job), 0
+    renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
         prompt, event = await queue.get()
@@ -211,6 +212,10 @@ async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> Async
             if event.finish_reason is not None:
                 progress.append(renderer.progress(prompt, event))
             tokens += len(event.token_ids)
+            if not begun:
+                begun = True
+                yield Item(tokens=tokens)
+                tokens = 0
         elif event is None:
             running -= 1
         else:

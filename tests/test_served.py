@@ -1,7 +1,6 @@
 """The whole application through Serve, two ingresses and two replicas, as the official client sees it."""
 
 import threading
-from collections.abc import Iterator
 
 import httpx
 import openai
@@ -12,12 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import Served, chat, metric
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-def official(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-        yield client
 
 
 def user(text: str) -> list[ChatCompletionMessageParam]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
@@ -98,11 +98,9 @@ class Generation(Response):
                 first = await anext(items, None)
             if first is None:
                 raise EngineFailed("The engine gave no answer.")
-            if first.error is not None:
-                raise first.error
-            self._seen(first, n)
+            self._accept(first, n)
             if not job.stream:
-                return first.data
+                return await self._whole(first, items, n)
             self._streaming = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             await send({"type": "http.response.body", "body": first.data, "more_body": True})
@@ -124,6 +122,20 @@ class Generation(Response):
                 record.caller.charge(part.usage.prompt_tokens - record.body_bytes / BYTES_PER_TOKEN)
                 record.body_bytes = 0
                 admission.used(record.caller, "prompt", part.usage.prompt_tokens)
+
+    async def _whole(self, last: Item, items: AsyncIterator[Item], n: int) -> bytes:
+        """The body of an answer that does not stream: it comes in the last item."""
+        async for last in items:
+            self._accept(last, n)
+        if not last.data:
+            raise EngineFailed("The engine gave no answer.")
+        return last.data
+
+    def _accept(self, item: Item, n: int) -> None:
+        """While the status line can still tell an error: raise it."""
+        if item.error is not None:
+            raise item.error
+        self._seen(item, n)
 
     def _seen(self, item: Item, n: int) -> None:
         self._charge(item, n)

@@ -1,5 +1,6 @@
 """What a request leaves in the gateway's series."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -42,6 +43,24 @@ async def test_one_interval_is_observed_per_token_after_the_first_item() -> None
     gateway = await after(CHAT, chat("a b c d delay=0.01", stream=True))
     labels = {"model": "fake", "stream": "true"}
     assert gateway.registry.get_sample_value("gateway_itl_seconds_count", labels) == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_queued_until_its_first_token(stream: bool) -> None:
+    gateway = await make_gateway()
+    value, labels = gateway.registry.get_sample_value, {"model": "fake"}
+
+    async def until(queued: float) -> None:
+        async with asyncio.timeout(60):
+            while (value("gateway_inflight_requests", labels), value("gateway_queued_requests", labels)) != (1, queued):
+                await asyncio.sleep(0.02)
+
+    async with direct_client(gateway) as client:
+        answer = asyncio.create_task(client.post(CHAT, json=chat("a b delay=1", stream=stream)))
+        await until(1)
+        await until(0)
+        assert not answer.done()
+        assert (await answer).status_code == 200
 
 
 async def test_ttft_waits_for_text_not_for_the_role() -> None:

@@ -25,7 +25,7 @@ class Sequence:
     """One choice.
 
     Attributes:
-        owner: the submission it belongs to. index: which of the request's choices.
+        index: which of the request's choices.
         prompt: token ids. given: what prefill computes, the prompt and tokens that another engine emitted (they begin
             `output`). seed: of this choice. max_tokens: output tokens at most, bounded by the context.
         probe: a health check; it has a slot of its own and passes the queue.
@@ -36,7 +36,6 @@ class Sequence:
             first `pending_len` rows count, and they belong to the positions just below `committed`.
     """
 
-    owner: object
     index: int
     prompt: list[int]
     params: SamplingParams

@@ -8,6 +8,7 @@ What this module does not do: threads, asyncio, HTTP; see `engine`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -66,9 +67,9 @@ class Stepper:
             held = sum(sequence.committed for sequence in running)
             self._metrics.load(len(running), self.scheduler.queued, held)
 
-    def _guarded(self, sequences: Seq[Sequence], work: object) -> None:
+    def _guarded(self, sequences: Seq[Sequence], work: Callable[[], None]) -> None:
         try:
-            work()  # type: ignore[operator]
+            work()
             self.faults = 0
         except Exception as error:
             logger.exception("a step over %d requests failed", len(sequences))
