@@ -34,6 +34,8 @@ NODE_READER = "tests.fake_node:read"
 
 def main() -> None:
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    # The cluster's state outlives its server.
+    os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{directory}/gcs"})
     cluster = Cluster()
     try:
         add_node(cluster, num_cpus=4, temp_dir=directory, include_dashboard=False)
@@ -74,6 +76,8 @@ def run(cluster: Cluster) -> None:
         "placed": placed,
         "crowded": crowded,
         "controller": lambda: controller_killed(url),
+        "gcs": lambda: gcs_killed(cluster, url),
+        "proxy": lambda: proxy_killed(url),
         "node_lost": lambda: node_lost(cluster, gpu_nodes["n1"], url),
         "drained": lambda: drained(cluster, url),
         "deleted": deleted,
@@ -187,6 +191,35 @@ def controller_killed(url: str) -> dict[str, Any]:
     return {"answers": answers.right(), "healed": healed, "groups": len(groups()), "tidy": tidy}
 
 
+def gcs_killed(cluster: Cluster, url: str) -> dict[str, Any]:
+    """The head's state server is killed while streams run, and comes back; then a replica is killed."""
+    answers = Load(url, 30)
+    answers.wait_for_tokens()
+    cluster.head_node.kill_gcs_server()
+    time.sleep(2)
+    cluster.head_node.start_gcs_server()
+    answers.join()
+    until(lambda: len(replicas()) == 3)
+    victim = replicas()[0]
+    later = Load(url, 10)
+    later.wait_for_tokens()
+    os.kill(victim["Pid"], signal.SIGKILL)
+    later.join()
+    healed = until(lambda: len(replicas()) == 3 and victim["ActorID"] not in {a["ActorID"] for a in replicas()})
+    return {"answers": answers.right(), "later": later.right(), "healed": healed}
+
+
+def proxy_killed(url: str) -> dict[str, Any]:
+    """The process that holds the clients' connections is killed: they break, and none waits for ever."""
+    answers = Load(url, 10)
+    answers.wait_for_tokens()
+    proxy = next(a for a in actors().values() if a["State"] == "ALIVE" and "SERVE_PROXY" in a["Name"])
+    os.kill(proxy["Pid"], signal.SIGKILL)
+    answers.join()
+    back = until(lambda: Load(url, 1).joined().right() == {"whole": 1})
+    return {"hung": sum(thread.is_alive() for thread in answers.threads), "back": back}
+
+
 def node_lost(cluster: Cluster, node: Any, url: str) -> dict[str, Any]:
     """A node with a replica goes at once, while streams run; then another joins."""
     answers = Load(url, 30)
@@ -255,6 +288,10 @@ class Load:
         for thread in self.threads:
             thread.join(90)
 
+    def joined(self) -> "Load":
+        self.join()
+        return self
+
     def right(self) -> dict[str, int]:
         """How each ended, counted; "whole" is the text of an undisturbed run, once, and [DONE]."""
         whole = " ".join([self.WORDS] * self.REPEAT)
@@ -266,6 +303,6 @@ class Load:
 
 
 if __name__ == "__main__":
-    signal.alarm(420)
+    signal.alarm(560)
     main()
     sys.exit(0)
