@@ -68,7 +68,8 @@ def run(cluster: Cluster) -> None:
     add_gpu_node(cluster, "other", "wrong")
     ray.init(address=cluster.address, log_to_driver=False, namespace="serve")
     port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    # All nodes have one address here: a proxy on each would share the port, and die with its node's connections.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     url = f"http://127.0.0.1:{port}"
     seen: dict[str, Any] = {}
     scenarios: dict[str, Callable[[], Any]] = {
