@@ -79,7 +79,7 @@ def run(cluster: Cluster) -> None:
         "controller": lambda: controller_killed(url),
         "gcs": lambda: gcs_killed(cluster, url),
         "proxy": lambda: proxy_killed(url),
-        "node_lost": lambda: node_lost(cluster, gpu_nodes["n1"], url),
+        "node_lost": lambda: node_lost(cluster, gpu_nodes, url),
         "drained": lambda: drained(cluster, url),
         "deleted": deleted,
     }
@@ -123,15 +123,15 @@ def until(condition: Any, seconds: float = 90) -> bool:
     return False
 
 
-def replicas() -> list[dict[str, Any]]:
+def replicas(deployment: str = "engine") -> list[dict[str, Any]]:
     living = (actor for actor in actors().values() if actor["State"] == "ALIVE")
-    return [actor for actor in living if actor["Name"].startswith("SERVE_REPLICA::app#engine#")]
+    return [actor for actor in living if actor["Name"].startswith(f"SERVE_REPLICA::app#{deployment}#")]
 
 
-def nodes() -> list[str]:
+def nodes(deployment: str = "engine") -> list[str]:
     """Names of the nodes that hold replicas."""
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-    return sorted(labels[a["Address"]["NodeID"]].get("name", "head") for a in replicas())
+    return sorted(labels[a["Address"]["NodeID"]].get("name", "head") for a in replicas(deployment))
 
 
 def status() -> Any:
@@ -221,27 +221,29 @@ def proxy_killed(url: str) -> dict[str, Any]:
     return {"hung": sum(thread.is_alive() for thread in answers.threads), "back": back}
 
 
-def node_lost(cluster: Cluster, node: Any, url: str) -> dict[str, Any]:
+def node_lost(cluster: Cluster, gpu_nodes: dict[str, Any], url: str) -> dict[str, Any]:
     """A node with a replica goes at once, while streams run; then another joins."""
+    lost = next(name for name in gpu_nodes if name not in nodes("ingress"))
     answers = Load(url, 30)
     answers.wait_for_tokens()
-    cluster.remove_node(node, allow_graceful=False)
+    cluster.remove_node(gpu_nodes[lost], allow_graceful=False)
     answers.join()
     add_gpu_node(cluster, "gpu", "n9")
-    healed = until(lambda: nodes() == ["n0", "n2", "n9"] and running() == 3)
-    return {"answers": answers.right(), "healed": healed, "nodes": nodes()}
+    healed = until(lambda: "n9" in nodes() and lost not in nodes() and running() == 3)
+    return {"answers": answers.right(), "healed": healed, "nodes": nodes(), "lost": lost}
 
 
 def drained(cluster: Cluster, url: str) -> dict[str, Any]:
     """A node is told to empty itself while streams run, and a spare one is there."""
     add_gpu_node(cluster, "gpu", "n10")
-    leaving = next(node["NodeID"] for node in ray.nodes() if node["Labels"].get("name") == "n0")
+    name = nodes()[0]
+    leaving = next(node["NodeID"] for node in ray.nodes() if node["Labels"].get("name") == name)
     answers = Load(url, 30)
     answers.wait_for_tokens()
     deadline_ms = int((time.time() + 60) * 1000)
     accepted, why = GcsClient(address=cluster.address).drain_node(leaving, PREEMPTION, "maintenance", deadline_ms)
     answers.join()
-    moved = until(lambda: nodes() == ["n10", "n2", "n9"] and running() == 3)
+    moved = until(lambda: "n10" in nodes() and name not in nodes() and running() == 3)
     return {"accepted": accepted, "why": why, "answers": answers.right(), "moved": moved, "nodes": nodes()}
 
 
