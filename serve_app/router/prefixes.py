@@ -32,13 +32,13 @@ class PrefixTable:
     def overlaps(self, blocks: Sequence[int], names: Collection[str]) -> dict[str, float]:
         """Share of the blocks, from the first on, that each of `names` was sent; those without any are left out."""
         depth: dict[str, int] = {}
-        for at, block in enumerate(blocks):
-            holders = self._holders.get(block, ())
-            going_on = [name for name in holders if depth.get(name, 0) == at and name in names]
+        going_on: Collection[str] = names
+        for at, block in enumerate(blocks, 1):
+            going_on = [name for name in self._holders.get(block, ()) if name in going_on]
             if not going_on:
                 break
             for name in going_on:
-                depth[name] = at + 1
+                depth[name] = at
         return {name: count / len(blocks) for name, count in depth.items()}
 
     def sent(self, blocks: Sequence[int], name: str) -> None:
@@ -63,15 +63,13 @@ class PrefixTable:
 
 def blocks_of(request: GenerateRequest, block_chars: int) -> list[int]:
     """Chained hashes of a prompt's whole blocks, and of the rest."""
+    text = "".join(_pieces(request))
     hashes: list[int] = []
-    text, chain = "", 0
-    for piece in _pieces(request):
-        text += piece
-        while len(text) >= block_chars:
-            chain = hash((chain, text[:block_chars]))
-            hashes.append(chain)
-            text = text[block_chars:]
+    chain = 0
     # The last, unfinished block is not shared with the next turn, which goes on behind it.
+    for end in range(block_chars, len(text) + 1, block_chars):
+        chain = hash((chain, text[end - block_chars : end]))
+        hashes.append(chain)
     return hashes or [hash((chain, text))]
 
 
