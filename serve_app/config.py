@@ -132,7 +132,7 @@ class RoutingConfig(_Frozen):
     `suspect_s` gets no other."""
 
     policy: Literal["prefix", "power_of_two"] = "prefix"
-    slack: float = Field(0.25, ge=0, le=10)
+    slack: float = Field(0.5, ge=0, le=10)
     max_blocks: int = Field(65536, ge=1)
     block_chars: int = Field(256, ge=16)
     suspect_s: float = Field(2, gt=0)

@@ -29,8 +29,12 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def overlaps(self, blocks: Sequence[int], names: Collection[str]) -> dict[str, float]:
-        """Share of the blocks, from the first on, that each of `names` was sent; those without any are left out."""
+    def overlaps(self, blocks: Sequence[int], names: Collection[str], common: int = 0) -> dict[str, float]:
+        """Share of the blocks, from the first on, that each of `names` was sent; those without any are left out.
+
+        Args:
+            common: blocks at the beginning that many chats have alike (`common_blocks`); they count for nothing.
+        """
         depth: dict[str, int] = {}
         going_on: Collection[str] = names
         for at, block in enumerate(blocks, 1):
@@ -39,7 +43,8 @@ class PrefixTable:
                 break
             for name in going_on:
                 depth[name] = at
-        return {name: count / len(blocks) for name, count in depth.items()}
+        own = len(blocks) - common
+        return {name: (count - common) / own for name, count in depth.items() if count > common}
 
     def sent(self, blocks: Sequence[int], name: str) -> None:
         """Remember that a prompt went to a replica."""
@@ -71,6 +76,17 @@ def blocks_of(request: GenerateRequest, block_chars: int) -> list[int]:
         chain = hash((chain, text[end - block_chars : end]))
         hashes.append(chain)
     return hashes or [hash((chain, text))]
+
+
+def common_blocks(request: GenerateRequest, block_chars: int) -> int:
+    """Whole blocks before the first user message. Every replica soon holds a system prompt; if it attracted, each
+    ingress would crowd the replicas that it happened to send it to first, and others than its peers."""
+    chars = 0
+    for message, piece in zip(request.messages or (), _pieces(request), strict=False):
+        if message.get("role") == "user":
+            break
+        chars += len(piece)
+    return chars // block_chars
 
 
 def home_key(request: GenerateRequest, session: str) -> str:

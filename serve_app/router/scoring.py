@@ -36,8 +36,8 @@ class Policy:
     """`slack`: how many requests more than the mean a replica may have before affinity gives way, as a share of the
     mean; at least `least_slack` requests. `least_overlap`: less than this share of a prompt attracts nothing."""
 
-    slack: float = 0.25
-    least_slack: int = 2
+    slack: float = 0.5
+    least_slack: int = 4
     least_overlap: float = 0.1
 
 
