@@ -1,7 +1,6 @@
 # `make serve` and `make test` need nothing but Python 3.11 or 3.12; everything else is installed into $(VENV).
 VENV   ?= .venv
 PORT   ?= 8000
-MODEL  ?= smollm2-135m
 # The release tested here; any index that offers a CPU build of it saves gigabytes on machines without a GPU:
 # make serve PIP_EXTRA_INDEX_URL=<your CPU index>
 TORCH  ?= torch==2.13.0
@@ -38,7 +37,7 @@ $(DEV): pyproject.toml $(BASE)
 setup: $(DEV)  ## create the environment with the development tools
 
 model: $(BASE)  ## fetch the laptop model into the cache
-	$(BIN)/python -m serve_app.models fetch $(MODEL)
+	$(BIN)/python -m serve_app.models fetch smollm2-135m
 
 serve: model  ## serve the laptop model on $(PORT)
 	$(BIN)/python -m serve_app.launch --port $(PORT)

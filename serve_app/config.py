@@ -256,9 +256,26 @@ def load_config(
         return Config.model_validate(tree)
     except ValidationError as error:
         # A key has two levels; what follows names a branch of its type.
-        problems = [(".".join(str(p) for p in e["loc"][:2]), e["msg"]) for e in error.errors()]
-        text = "; ".join(f"{where or 'config'}: {what}" for where, what in problems)
+        problems = [(".".join(str(p) for p in e["loc"][:2]), _said(e)) for e in error.errors()]
+        text = "; ".join(f"{where or 'config'}{_origin(where, env)}: {what}" for where, what in problems)
         raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
+
+
+def _said(problem: Any) -> str:
+    """One finding of pydantic's, in the words of somebody who never heard of it."""
+    if problem["type"] == "extra_forbidden":
+        return "unknown key (docs/configuration.md lists them)"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    for opening in ("Input should", "String should"):
+        message = message.replace(opening, "must")
+    return message
+
+
+def _origin(where: str, env: Mapping[str, str]) -> str:
+    """Which environment variable set a key, if one did."""
+    variable = ENV_PREFIX + where.upper().replace(".", "__")
+    named = [name for name in env if name == variable or name.startswith(variable + "__")]
+    return f" (from {named[0]})" if where and named else ""
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

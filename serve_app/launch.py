@@ -1,8 +1,9 @@
 """`python -m serve_app.launch`: `serve run serve_app:app` on a port of choice, with a word when it is ready.
 
 It runs Ray's own command in this process, after starting Serve on the asked address (`serve run` takes an address
-only from a file). All it adds is the check of the port, the wait for the first generated token, and one line to try.
-Configuration is the environment's.
+only from a file) in a Ray of its own, unless RAY_ADDRESS names a cluster. All it adds is Serve's switches, the check of
+the port, the wait for the first generated token, one line to try, and a drain before the end. Configuration is the
+environment's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--switches", action="store_true", help="print Serve's switches as shell exports, and exit")
     options = parser.parse_args(argv)
+    if options.switches:
+        print("\n".join(f"export {name}={value}" for name, value in SERVE_SWITCHES.items()))
+        return 0
     try:
         model = load_config().model.id
         _check_port(options.host, options.port)
@@ -66,7 +71,8 @@ def _serve_run(host: str, port: int) -> int:
     from ray.serve.scripts import cli
 
     try:
-        ray.init(namespace="serve")
+        # Without an address Ray would join any cluster that runs on this machine, and Serve replace its application.
+        ray.init(address=os.environ.get("RAY_ADDRESS") or "local", namespace="serve")
         # After ray.init, which installs handlers of its own.
         _on_stop(_drain_first)
         serve.start(http_options={"host": host, "port": port})
@@ -120,14 +126,15 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            reason = f"cannot listen on {host}:{port}: {error.strerror}; choose another PORT"
+            reason = f"cannot listen on {host}:{port}: {error.strerror}; choose another port or host"
             raise ConfigError(reason, param="port") from None
 
 
 def _announce(base: str, model: str) -> None:
     while not _ready(base):
         time.sleep(POLL_S)
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Name three colours."}}]}}'
+    messages = '[{"role": "user", "content": "Name three colours."}]'
+    body = f'{{"model": "{model}", "temperature": 0, "messages": {messages}}}'
     print(
         f"\nReady on {base}. Try:\n\n  curl {base}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{body}'\n\nCtrl-C stops.",

@@ -130,11 +130,13 @@ def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_operations(app: FastAPI, gateway: Gateway) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_answer(answers.Status))
     async def health() -> Response:
         """This process answers."""
         return _json({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)  # some load balancers probe with it
     @app.get("/ready", responses=_answer(answers.Status) | _errors(503))
     async def ready(request: Request) -> Response:
         """A replica generated lately, or does now."""
