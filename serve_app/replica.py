@@ -55,7 +55,7 @@ class Replica:
             raise
         self._exporter: Exporter | None = None
         if exporters is not None:
-            self._exporter = Exporter(self._registry, config.metrics, exporters)
+            self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
             self._exporter.start()
 
     async def generate(self, job: Job) -> AsyncIterator[Item]:

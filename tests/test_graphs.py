@@ -35,7 +35,7 @@ class Rig:
             "fields": FIELDS,
             "max_context": MAX_CONTEXT,
             "capturer": RerunCapturer(),
-            "on_replay": lambda role, padding: self.counted.append(("replay", role, padding)),
+            "on_replay": lambda role, padding, size: self.counted.append(("replay", role, padding)),
             "on_fallback": lambda role, reason: self.counted.append(("fallback", role, reason)),
         }
         self.runner = GraphRunner(self.forward, **{**options, **overrides})
@@ -325,6 +325,16 @@ def test_counts_arrive_in_the_metrics() -> None:
     assert value("ddtree_graph_replays_total") == 1
     assert value("ddtree_graph_padding_rows_total") == 1
     assert value("ddtree_graph_fallbacks_total", reason="bs_exceeds_max") == 1
+
+
+def test_a_capture_says_what_it_made() -> None:
+    told: list[tuple[str, int, float, int]] = []
+    rig = Rig(on_capture=lambda *capture: told.append(capture), role="draft")
+    rig.runner.capture()
+    assert [(role, graphs, reserved) for role, graphs, _, reserved in told] == [
+        ("draft", len(SIZES) * len(WIDTHS), 0)
+    ] * 2
+    assert all(seconds > 0 for _, _, seconds, _ in told)
 
 
 def test_every_reason_has_a_test() -> None:

@@ -29,13 +29,15 @@ class Ingress:
         self, config: Config, replicas: DeploymentHandle, exporters: DeploymentHandle
     ) -> None:
         registry = CollectorRegistry()
+        metrics = GatewayMetrics(registry)
+        metrics.replicas_wanted.labels(config.model.id).set(config.replica.num_replicas)
         self._gateway = Gateway(
             config=config,
             backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
             registry=registry,
-            metrics=GatewayMetrics(registry),
+            metrics=metrics,
         )
-        self._exporter = Exporter(registry, config.metrics, exporters)
+        self._exporter = Exporter(registry, config.metrics, exporters, config.model.id)
         self._gateway.name = self._exporter.name
         self._exporter.start()
 

@@ -21,7 +21,7 @@ from serve_app.errors import EngineFailed, NotReady, ServeError
 from serve_app.ingress.backend import Backend
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
-from serve_app.metrics import GatewayMetrics
+from serve_app.metrics import GatewayMetrics, exemplar
 from serve_app.protocol import Item, Job, error_frames
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
@@ -111,7 +111,7 @@ class Generation(Response):
         metrics, labels = self._gateway.metrics, (self._record.model, "true")
         if item.content and not self._record.has_content:
             self._record.has_content = True
-            metrics.ttft.labels(*labels).observe(now - self._record.started)
+            metrics.ttft.labels(*labels).observe(now - self._record.started, exemplar(self._record.request_id))
         elif self._record.has_content and item.tokens:
             itl = metrics.itl.labels(*labels)
             for _ in range(item.tokens):
@@ -130,7 +130,7 @@ class Generation(Response):
     def _fail(self, error: ServeError) -> None:
         self._doubt(error)
         self._record.error, self._record.status = error, error.status
-        self._gateway.metrics.stream_errors.labels(self._record.model).inc()
+        self._gateway.metrics.stream_errors.labels(self._record.model).inc(exemplar=exemplar(self._record.request_id))
 
 
 async def is_ready(gateway: Gateway) -> None:

@@ -25,7 +25,8 @@ from starlette.exceptions import HTTPException
 from serve_app import __version__
 from serve_app.engines.base import ModelInfo
 from serve_app.errors import MethodNotAllowed, ModelNotFound, RouteNotFound, ServeError
-from serve_app.exporter import merge, scrape
+from serve_app.exporter import scrape
+from serve_app.exposition import merge
 from serve_app.ingress.generation import Gateway, Generation, is_ready
 from serve_app.ingress.limits import bounded, deadline, read_body
 from serve_app.ingress.scope import Record, RequestScope
@@ -145,6 +146,11 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
     async def metrics() -> Response:
         """Every process's series, in Prometheus's text format."""
         return Response(await _metrics(gateway), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @app.get("/-/prometheus/targets", responses=_answer(answers.Targets) | _errors(503))
+    async def targets(request: Request) -> Response:
+        """Every process's exporter, in the format of Prometheus's HTTP service discovery."""
+        return _json(await _short(gateway, request, gateway.backend.targets))
 
 
 async def _metrics(gateway: Gateway) -> bytes:

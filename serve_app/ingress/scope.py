@@ -30,7 +30,7 @@ from serve_app.errors import (
     RateLimited,
     ServeError,
 )
-from serve_app.metrics import GatewayMetrics
+from serve_app.metrics import GatewayMetrics, exemplar
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 UNKNOWN_MODEL = "unknown"
@@ -139,7 +139,8 @@ def generating(metrics: GatewayMetrics, record: Record) -> Iterator[None]:
     finally:
         inflight.dec()
         stream = "true" if record.stream else "false"
-        metrics.duration.labels(record.model, stream).observe(time.monotonic() - record.started)
+        elapsed = time.monotonic() - record.started
+        metrics.duration.labels(record.model, stream).observe(elapsed, exemplar(record.request_id))
 
 
 async def send_error(error: ServeError, send: Send) -> None:

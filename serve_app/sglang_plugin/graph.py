@@ -91,7 +91,7 @@ def count_forward(model_runner: Any, forward_batch: Any, replayed: bool) -> None
     role = "draft" if model_runner.is_draft_worker else "target"
     runner = model_runner.decode_cuda_graph_runner
     if replayed:
-        metrics.graph_replay(role, runner.bs - runner.raw_bs)
+        metrics.graph_replay(role, runner.bs - runner.raw_bs, runner.bs)
     else:
         metrics.graph_fallback(role, fallback_reason(runner, forward_batch))
 

@@ -46,9 +46,9 @@ def start(model: str, chosen: Options, enabled: bool) -> None:
     _exporter = Exporter(EngineMetrics(CollectorRegistry(), model, chosen.path, [str(r) for r in Fallback]), chosen)
 
 
-def graph_replay(role: str, padding_rows: int) -> None:
+def graph_replay(role: str, padding_rows: int, bucket: int) -> None:
     if _exporter is not None:
-        _exporter.metrics.graph_replay(role, padding_rows)
+        _exporter.metrics.graph_replay(role, padding_rows, bucket)
 
 
 def graph_fallback(role: str, reason: str) -> None:

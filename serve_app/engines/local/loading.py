@@ -104,9 +104,12 @@ def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetr
         widths=plan.widths() if plan else [1],
         draft_widths=plan.blocks() if plan else [1],
         graphs=config.engine.cuda_graphs,
-        on_replay=metrics.graph_replay if metrics else lambda role, padding: None,
+        on_replay=metrics.graph_replay if metrics else lambda role, padding, size: None,
         on_fallback=metrics.graph_fallback if metrics else lambda role, reason: None,
+        on_capture=metrics.graph_capture if metrics else lambda role, graphs, seconds, reserved: None,
     )
+    if metrics is not None:
+        metrics.capacity(slots, slots * context)
     runner.capture()
     return Parts(
         stepper=Stepper(runner, Scheduler(slots, config.engine.prefill_chunk), plan, vocabulary, metrics),

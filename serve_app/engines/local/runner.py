@@ -50,7 +50,10 @@ class ModelRunner:
         slots: KV slots, the probe's included. capacity: positions per slot, context plus margin.
         top_k: candidates per depth that a draft returns.
         batch_sizes: to capture. widths, draft_widths: rows per request of verify steps and of drafts to capture.
-        on_replay, on_fallback: see `GraphRunner`.
+        on_replay, on_fallback, on_capture: see `GraphRunner`.
+
+    Attributes:
+        eager_forwards: forwards so far that no graph served.
     """
 
     def __init__(
@@ -65,9 +68,16 @@ class ModelRunner:
         widths: Sequence[int],
         draft_widths: Sequence[int],
         graphs: bool,
-        on_replay: Callable[[str, int], None],
+        on_replay: Callable[[str, int, int], None],
         on_fallback: Callable[[str, str], None],
+        on_capture: Callable[[str, int, float, int], None] = lambda role, graphs, seconds, reserved: None,
     ) -> None:
+        self.eager_forwards = 0
+
+        def fell_back(role: str, reason: str) -> None:
+            self.eager_forwards += 1
+            on_fallback(role, reason)
+
         self.target, self.drafter, self._top_k = target, drafter, top_k
         self._device, dtype = target.device, target.dtype
         shape = target.shape
@@ -92,7 +102,8 @@ class ModelRunner:
             role="target",
             enabled=graphs,
             on_replay=on_replay,
-            on_fallback=on_fallback,
+            on_fallback=fell_back,
+            on_capture=on_capture,
         )
         if drafter is None:
             return
@@ -114,7 +125,8 @@ class ModelRunner:
             role="draft",
             enabled=graphs,
             on_replay=on_replay,
-            on_fallback=on_fallback,
+            on_fallback=fell_back,
+            on_capture=on_capture,
         )
 
     def capture(self) -> None:

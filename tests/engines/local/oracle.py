@@ -83,7 +83,7 @@ class Rig:
         scheduler = Scheduler(slots, 32)
         options: dict[str, Any] = {
             "slots": slots + 1, "capacity": CONTEXT + 64, "top_k": TOP_K, "batch_sizes": [1], "widths": [1],
-            "draft_widths": [1], "graphs": False, "on_replay": lambda role, rows: None,
+            "draft_widths": [1], "graphs": False, "on_replay": lambda role, rows, size: None,
             "on_fallback": lambda role, reason: None,
         }  # fmt: skip
         runner = (ModelRunner if truth is None else OracleRunner)(target, None, **options)
