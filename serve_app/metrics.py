@@ -203,6 +203,17 @@ class GatewayMetrics:
         for reason in REJECT_REASONS:
             self.rejected.labels(reason)
 
+    def serves(self, model: str, replicas: int) -> None:
+        """Series of the configured model exist from the start, so that nothing looks like a gap."""
+        self.replicas_wanted.labels(model).set(replicas)
+        for gauge in (self.inflight, self.queued):
+            gauge.labels(model)
+        self.stream_errors.labels(model)
+        for stream in ("true", "false"):
+            self.duration.labels(model, stream)
+        for latency in (self.ttft, self.itl):
+            latency.labels(model, "true")
+
 
 class ProcessMetrics:
     """What every exporting process says about itself, beside prometheus_client's own `process_*` series."""

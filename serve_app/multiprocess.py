@@ -1,8 +1,8 @@
 """Series that an engine's own processes write into prometheus_client's files, as part of this process's page.
 
-SGLang's scheduler is a process of its own. It writes to the directory that PROMETHEUS_MULTIPROC_DIR names once the engine
-has started; this process reads the files at every scrape. A process that has ended leaves its counters behind, folded
-into one file so that sums never fall and files never pile up; its gauges go.
+SGLang's scheduler is a process of its own. It writes to the directory that PROMETHEUS_MULTIPROC_DIR names once the
+engine has started; this process reads the files at every scrape. A process that has ended leaves its counters behind,
+folded into one file so that sums never fall and files never pile up; its gauges go.
 
 What this module does not do: choose the directory. It must belong to one replica alone; the engine makes one.
 """

@@ -81,7 +81,7 @@ def test_steps_are_counted_by_budget(registry: CollectorRegistry, engine: Engine
     for nodes in (15, 7, 15):
         engine.verify_step(accepted=1, emitted=2, committed=2, nodes=nodes)
     counted = {
-        n: registry.get_sample_value("ddtree_budget_steps_total", {"model": "m", "budget": n}) for n in "7 15".split()
+        n: registry.get_sample_value("ddtree_budget_steps_total", {"model": "m", "budget": n}) for n in ["7", "15"]
     }
     assert counted == {"7": 1, "15": 2}
 

@@ -30,7 +30,7 @@ class Ingress:
     ) -> None:
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
-        metrics.replicas_wanted.labels(config.model.id).set(config.replica.num_replicas)
+        metrics.serves(config.model.id, config.replica.num_replicas)
         self._gateway = Gateway(
             config=config,
             backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
