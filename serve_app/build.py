@@ -11,10 +11,12 @@ import yaml
 from ray import serve
 from ray.serve import Application, Deployment
 
+from serve_app import tracing
 from serve_app.config import Config, load_config
 from serve_app.errors import ConfigError
 from serve_app.exporter import ExporterDirectory
 from serve_app.ingress import Ingress
+from serve_app.logs import serve_options
 from serve_app.replica import ENGINE_FACTORY, Replica
 
 # What an ingress needs beyond its replicas' own drain, to pass on their last frames.
@@ -37,18 +39,21 @@ def app_from_env() -> Application:
 
 def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
     """Directory ← replicas ← ingress. `engine_factory`: see `Replica`."""
+    tracing.check(config.tracing)
+    log = serve_options(config.logging)
     directory = _deployment(
         ExporterDirectory,
         name="exporters",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         # Every process calls every few seconds.
-        logging_config={"enable_access_log": False},
+        logging_config=serve_options(config.logging, enable_access_log=False),
     ).bind(config.metrics.heartbeat_s)
     replica, ingress = config.replica, config.ingress
     replicas = _deployment(
         Replica,
         name="engine",
+        logging_config=log,
         num_replicas=replica.num_replicas,
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
@@ -61,6 +66,7 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
     return _deployment(
         Ingress,
         name="ingress",
+        logging_config=log,
         num_replicas=ingress.num_replicas,
         max_ongoing_requests=ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},

@@ -13,17 +13,22 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
+from serve_app.logs import adopt_library
 from serve_app.protocol import Item, Job, Renderer, error_frames
+from serve_app.tracing import make_tracer
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
 
@@ -46,6 +51,8 @@ class Replica:
         self, config: Config, engine_factory: str = ENGINE_FACTORY, exporters: Any = None
     ) -> None:
         self._config = config
+        adopt_library()
+        self._tracer = make_tracer(config.tracing, _own_name())
         self._registry = CollectorRegistry()
         self._engine: Engine = load(engine_factory)(config, self._registry)
         try:
@@ -65,7 +72,8 @@ class Replica:
         timers. Closing or cancelling aborts every prompt in the engine.
         """
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(i, request, queue)) for i, request in enumerate(job.requests)]
+        self._note_arrival(job)
+        tasks = [asyncio.create_task(self._pump(i, request, queue, job)) for i, request in enumerate(job.requests)]
         try:
             async for item in (_stream if job.stream else _collect)(job, queue):
                 yield item
@@ -78,11 +86,22 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, prompt: int, request: GenerateRequest, queue: asyncio.Queue[Event]) -> None:
+    def _note_arrival(self, job: Job) -> None:
+        if self._tracer is not None:
+            self._tracer.route(job.origin, time.time_ns())
+        if self._config.logging.prompts:
+            for request in job.requests:
+                prompt = request.prompt or request.prompt_token_ids or request.messages
+                fields = {"request_id": job.origin.request_id, "prompt": prompt}
+                logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
+
+    async def _pump(self, prompt: int, request: GenerateRequest, queue: asyncio.Queue[Event], job: Job) -> None:
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     queue.put_nowait((prompt, chunk))
+                    if self._tracer is not None and chunk.work is not None:
+                        self._tracer.choice(job.origin, chunk)
         except Exception as error:
             queue.put_nowait((prompt, error))
         else:
@@ -92,7 +111,10 @@ class Replica:
         if isinstance(error, ServeError):
             return error
         # The text may hold anything the engine knew, prompts included: it goes to the log's traceback only.
-        logger.error("engine failed on request %s", job.id, exc_info=error)
+        logger.error(
+            "engine failed on request %s (%s)", job.origin.request_id, job.id, exc_info=error,
+            extra={"request_id": job.origin.request_id},
+        )  # fmt: skip
         return EngineFailed("The engine failed while it worked on this request.")
 
     async def info(self) -> ModelInfo:
@@ -142,6 +164,17 @@ class Replica:
             await exporter.stop()
         if hasattr(self, "_engine"):
             await self._engine.stop()
+        if getattr(self, "_tracer", None) is not None:
+            await asyncio.to_thread(self._tracer.close)  # type: ignore[union-attr]
+
+
+def _own_name() -> str:
+    """As on the metrics; outside of Serve there is only one."""
+    try:
+        context = serve.get_replica_context()
+    except RayServeException:
+        return "engine"
+    return f"{context.deployment}#{context.replica_tag}"
 
 
 def load(path: str) -> Callable[..., Any]:

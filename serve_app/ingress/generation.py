@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
@@ -23,6 +23,7 @@ from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
 from serve_app.metrics import GatewayMetrics, exemplar
 from serve_app.protocol import Item, Job, error_frames
+from serve_app.tracing import Tracer
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 STREAM_HEADERS = [
@@ -41,6 +42,7 @@ class Gateway:
     registry: CollectorRegistry
     metrics: GatewayMetrics
     name: str = "ingress"
+    tracer: Tracer | None = None
     last_token_at: float | None = None
 
 
@@ -81,6 +83,7 @@ class Generation(Response):
         """Returns what is still to be sent as the last message."""
         gateway = self._gateway
         job = self._make_job(await gateway.backend.info())
+        job = replace(job, origin=self._record.origin())
         async with contextlib.aclosing(gateway.backend.generate(job)) as items:  # type: ignore[type-var]
             with gateway.metrics.queued.labels(job.model).track_inprogress():
                 first = await anext(items, None)
@@ -104,6 +107,7 @@ class Generation(Response):
 
     def _seen(self, item: Item) -> None:
         now = time.monotonic()
+        self._record.tokens += item.tokens
         if item.tokens:
             self._gateway.last_token_at = now
         if not self._record.stream:

@@ -57,7 +57,7 @@ def create_app(gateway: Gateway, *, sets_request_id: bool = True) -> FastAPI:
         title="DDTree Serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         responses=_errors(404, 405, 500),
     )  # fmt: skip
-    app.add_middleware(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id)
+    app.add_middleware(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id, tracer=gateway.tracer)
     app.add_exception_handler(HTTPException, _http_exception)
     _add_generation(app, gateway)
     _add_models(app, gateway)
