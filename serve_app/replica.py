@@ -100,7 +100,7 @@ class Replica:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     queue.put_nowait((prompt, chunk))
-                    if self._tracer is not None and chunk.work is not None:
+                    if self._tracer is not None and chunk.trail is not None:
                         self._tracer.choice(job.origin, chunk)
         except Exception as error:
             queue.put_nowait((prompt, error))

@@ -102,29 +102,29 @@ class Tracer:
 
     def choice(self, origin: Origin, chunk: Chunk) -> None:
         """Queue, prefill and decode of one choice, whose last chunk this is."""
-        work = chunk.work
-        if work is None:
+        trail = chunk.trail
+        if trail is None:
             return
         where = {"request.id": origin.request_id, "ddtree.choice": chunk.index}
-        self._span("queue", origin, work.queued_ns, work.admitted_ns or work.finished_ns, where)
-        if work.admitted_ns is None:
+        self._span("queue", origin, trail.queued_ns, trail.admitted_ns or trail.finished_ns, where)
+        if trail.admitted_ns is None:
             return
         usage = chunk.usage
         tokens = {} if usage is None else {"gen_ai.usage.input_tokens": usage.prompt_tokens}
-        self._span("prefill", origin, work.admitted_ns, work.first_token_ns or work.finished_ns, where | tokens)
-        if work.first_token_ns is None:
+        self._span("prefill", origin, trail.admitted_ns, trail.first_token_ns or trail.finished_ns, where | tokens)
+        if trail.first_token_ns is None:
             return
         decoded: dict[str, Any] = {
-            "ddtree.steps": work.steps,
-            "ddtree.accepted": work.accepted,
-            "ddtree.nodes": work.nodes,
-            "ddtree.acceptance_length": 1 + work.accepted / work.steps if work.steps else 0.0,
-            "ddtree.eager_forwards": work.eager_forwards,
+            "ddtree.steps": trail.steps,
+            "ddtree.accepted": trail.accepted,
+            "ddtree.nodes": trail.nodes,
+            "ddtree.acceptance_length": 1 + trail.accepted / trail.steps if trail.steps else 0.0,
+            "ddtree.eager_forwards": trail.eager_forwards,
             "gen_ai.response.finish_reasons": (chunk.finish_reason or "",),
         }
         if usage is not None:
             decoded["gen_ai.usage.output_tokens"] = usage.completion_tokens
-        self._span("decode", origin, work.first_token_ns, work.finished_ns, where | decoded)
+        self._span("decode", origin, trail.first_token_ns, trail.finished_ns, where | decoded)
 
     def _span(self, name: str, origin: Origin, start_ns: int, end_ns: int, attributes: Mapping[str, Any]) -> None:
         context = self._propagator.extract(origin.trace)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve_app.config import load_config
-from serve_app.engines.base import Chunk, Usage, Work
+from serve_app.engines.base import Chunk, Trail, Usage
 from serve_app.errors import ConfigError
 from serve_app.ingress.generation import Gateway
 from serve_app.protocol import Origin
@@ -78,23 +78,23 @@ async def test_no_span_holds_the_prompt(collector: Collector) -> None:
     assert "confidential" not in str(collector.spans)
 
 
-def choice(collector: Collector, work: Work) -> None:
+def choice(collector: Collector, trail: Trail) -> None:
     tracer = Tracer(load_config({"tracing": {"endpoint": collector.url}}, use_env=False).tracing, "engine")
-    chunk = Chunk(0, (5,), "x", finish_reason="stop", usage=Usage(7, 9), work=work)
+    chunk = Chunk(0, (5,), "x", finish_reason="stop", usage=Usage(7, 9), trail=trail)
     tracer.choice(Origin("mine", {"traceparent": TRACEPARENT}), chunk)
     tracer.close()
 
 
 def test_queue_prefill_and_decode_follow_each_other(collector: Collector) -> None:
     choice(
-        collector, Work(queued_ns=10, admitted_ns=20, first_token_ns=50, finished_ns=90, steps=2, accepted=6, nodes=30)
+        collector, Trail(queued_ns=10, admitted_ns=20, first_token_ns=50, finished_ns=90, steps=2, accepted=6, nodes=30)
     )
     times = {span.name: (span.start_time_unix_nano, span.end_time_unix_nano) for span in collector.spans}
     assert times == {"queue": (10, 20), "prefill": (20, 50), "decode": (50, 90)}
 
 
 def test_decode_tells_steps_acceptance_and_fallbacks(collector: Collector) -> None:
-    choice(collector, Work(10, 90, 20, 50, steps=2, accepted=6, nodes=30, eager_forwards=4))
+    choice(collector, Trail(10, 90, 20, 50, steps=2, accepted=6, nodes=30, eager_forwards=4))
     said = attributes(collector.named("decode"))
     assert {name: said[f"ddtree.{name}"] for name in ("steps", "accepted", "nodes", "eager_forwards")} == {
         "steps": 2, "accepted": 6, "nodes": 30, "eager_forwards": 4
@@ -103,7 +103,7 @@ def test_decode_tells_steps_acceptance_and_fallbacks(collector: Collector) -> No
 
 
 def test_what_was_never_reached_has_no_span(collector: Collector) -> None:
-    choice(collector, Work(queued_ns=10, finished_ns=30))
+    choice(collector, Trail(queued_ns=10, finished_ns=30))
     assert [span.name for span in collector.spans] == ["queue"]
 
 

@@ -94,7 +94,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Trail:
     """How one choice came about, for traces. Times are Unix time in nanoseconds, None for what was never reached.
 
     Attributes:
@@ -124,7 +124,7 @@ class Chunk:
             can lag behind `token_ids` and be empty.
         logprobs: one entry per token id, when asked for.
         finish_reason: set on the choice's last chunk. stop_reason: the stop string or token id that ended it.
-        usage: on the choice's last chunk. work: likewise, where the engine keeps such books.
+        usage: on the choice's last chunk. trail: likewise, where the engine keeps such books.
         delta: engine-parsed OpenAI delta fields (`reasoning_content`, `tool_calls`) when the engine has parsers.
     """
 
@@ -136,7 +136,7 @@ class Chunk:
     stop_reason: str | int | None = None
     usage: Usage | None = None
     delta: Mapping[str, Any] | None = None
-    work: Work | None = None
+    trail: Trail | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from serve_app.engines.base import Chunk, SamplingParams, Work
+from serve_app.engines.base import Chunk, SamplingParams, Trail
 from serve_app.engines.local.penalties import LogitRules
 from serve_app.engines.local.stopping import TextStream
 from serve_app.errors import ServeError
@@ -22,7 +22,7 @@ Sink = Callable[[Chunk | ServeError], None]
 
 @dataclass
 class Ledger:
-    """What `Work` will say, while it happens."""
+    """What `Trail` will say, while it happens."""
 
     queued_ns: int = field(default_factory=time.time_ns)
     admitted_ns: int | None = None
@@ -37,8 +37,8 @@ class Ledger:
         self.accepted += accepted
         self.nodes += nodes
 
-    def close(self) -> Work:
-        return Work(finished_ns=time.time_ns(), **vars(self))
+    def close(self) -> Trail:
+        return Trail(finished_ns=time.time_ns(), **vars(self))
 
 
 @dataclass(eq=False)

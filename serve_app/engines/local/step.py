@@ -170,7 +170,7 @@ class Stepper:
                 ending.reason if ending else None,
                 ending.detail if ending else None,
                 _usage(sequence) if ending else None,
-                work=sequence.ledger.close() if ending else None,
+                trail=sequence.ledger.close() if ending else None,
             )
         )
         return kept
@@ -182,7 +182,9 @@ class Stepper:
         # No step may follow that would report it.
         self._report_load()
         ending = Ending("abort")
-        chunk = Chunk(sequence.index, (), "", None, ending.reason, None, _usage(sequence), work=sequence.ledger.close())
+        chunk = Chunk(
+            sequence.index, (), "", None, ending.reason, None, _usage(sequence), trail=sequence.ledger.close()
+        )
         sequence.sink(chunk)
         return True
 
