@@ -175,7 +175,7 @@ def _only(columns: dict[str, str]) -> Json:
 
 def _datasource() -> Json:
     return {
-        "current": {}, "hide": 0, "includeAll": False, "label": "Data source", "multi": False, "name": "datasource",
+        "hide": 0, "includeAll": False, "label": "Data source", "multi": False, "name": "datasource",
         "options": [], "query": "prometheus", "refresh": 1, "regex": "", "type": "datasource",
     }  # fmt: skip
 

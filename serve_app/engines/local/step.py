@@ -182,10 +182,8 @@ class Stepper:
         # No step may follow that would report it.
         self._report_load()
         ending = Ending("abort")
-        chunk = Chunk(
-            sequence.index, (), "", None, ending.reason, None, _usage(sequence), trail=sequence.ledger.close()
-        )
-        sequence.sink(chunk)
+        usage, trail = _usage(sequence), sequence.ledger.close()
+        sequence.sink(Chunk(sequence.index, (), "", None, ending.reason, None, usage, trail=trail))
         return True
 
 

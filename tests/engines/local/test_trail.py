@@ -11,6 +11,7 @@ from serve_app.metrics import PHASES
 from tests.engines.local.helpers import collect, request, running
 
 Make = Callable[..., Config]
+MODEL = "smollm2-135m"  # the default name
 
 
 async def finished(make_config: Make, registry: CollectorRegistry | None = None) -> Trail:
@@ -31,12 +32,9 @@ async def test_its_steps_are_those_that_the_metrics_count(make_config: Make) -> 
     registry = CollectorRegistry()
     trail = await finished(make_config, registry)
     # Health probes end with their prefill.
-    assert trail.steps == registry.get_sample_value("ddtree_verify_steps_total", {"model": "smollm2-135m"})
-    assert (
-        trail.nodes
-        == registry.get_sample_value("ddtree_tree_nodes_total", {"model": "smollm2-135m"})
-        == 12 * trail.steps
-    )
+    names = ("ddtree_verify_steps_total", "ddtree_tree_nodes_total")
+    counted = [registry.get_sample_value(name, {"model": MODEL}) for name in names]
+    assert [trail.steps, trail.nodes] == counted == [trail.steps, 12 * trail.steps]
 
 
 async def test_without_graphs_every_forward_is_eager(make_config: Make) -> None:
@@ -49,5 +47,5 @@ async def test_without_graphs_every_forward_is_eager(make_config: Make) -> None:
 async def test_every_phase_of_a_step_is_timed(make_config: Make, phase: str) -> None:
     registry = CollectorRegistry()
     await finished(make_config, registry)
-    labels = {"model": "smollm2-135m", "phase": phase}
+    labels = {"model": MODEL, "phase": phase}
     assert registry.get_sample_value("ddtree_step_seconds_total", labels) > 0  # type: ignore[operator]
