@@ -58,6 +58,11 @@ def graph_fallback(role: str, reason: str) -> None:
     logger.debug("DDTREE: eager %s forward: %s", role, reason)
 
 
+def graph_capture(role: str, graphs: int, seconds: float, reserved_bytes: int) -> None:
+    if _exporter is not None:
+        _exporter.metrics.graph_capture(role, graphs, seconds, reserved_bytes)
+
+
 @dataclass
 class StepRecord:
     """A verify step's requests as they were before the scheduler trimmed what they got.
