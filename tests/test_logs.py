@@ -69,7 +69,7 @@ def test_json_lines_carry_the_request_id_and_the_outcome(serve_app_factory: Call
 
     eventually(lambda: any(line.get("tokens") == 2 for line in lines()), 60)
     (line,) = [line for line in lines() if "tokens" in line]
-    assert (line["request_id"], line["route"], line["status"], line["model"]) == ("find-me", CHAT, 200, "fake")
+    assert (line["request_id"], line["endpoint"], line["status"], line["model"]) == ("find-me", CHAT, 200, "fake")
 
 
 def serve_logs() -> Path:

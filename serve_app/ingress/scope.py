@@ -130,7 +130,7 @@ class RequestScope:
             about = {"request.id": record.request_id, "gen_ai.request.model": record.model}
             self._tracer.finish(record.span, "POST", route, status, about)
         fields = {
-            "request_id": record.request_id, "route": route, "status": status, "model": record.model,
+            "request_id": record.request_id, "endpoint": route, "status": status, "model": record.model,
             "stream": record.stream, "tokens": record.tokens, "seconds": round(time.monotonic() - record.started, 4),
         }  # fmt: skip
         if record.error is None:

@@ -45,10 +45,13 @@ class Prometheus:
 
 
 @pytest.fixture(scope="package")
-def watched(serve_app_factory: Callable[..., Served]) -> Served:
-    """The laptop application."""
+def watched(serve_app_factory: Callable[..., Served]) -> Iterator[Served]:
+    """The laptop application, for these tests alone: its model takes memory."""
+    from ray import serve
+
     config = {"replica": {"num_cpus": 0.1}, "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"}}
-    return serve_app_factory("watched", config)
+    yield serve_app_factory("watched", config)
+    serve.delete("watched")
 
 
 @pytest.fixture(scope="package")
