@@ -10,6 +10,7 @@ from typing import Any, cast
 import yaml
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
 
 from serve_app import tracing
 from serve_app.config import Config, load_config
@@ -18,9 +19,12 @@ from serve_app.exporter import ExporterDirectory
 from serve_app.ingress import Ingress
 from serve_app.logs import serve_options
 from serve_app.replica import ENGINE_FACTORY, Replica
+from serve_app.topology import READ_NODE
 
 # What an ingress needs beyond its replicas' own drain, to pass on their last frames.
 INGRESS_DRAIN_MARGIN_S = 5
+# How soon routers learn that a replica's own watchdog found it ill.
+ROUTING_STATS_PERIOD_S = 2
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -37,8 +41,8 @@ def app_from_env() -> Application:
     return bind(load_config())
 
 
-def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
-    """Directory ← replicas ← ingress. `engine_factory`: see `Replica`."""
+def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = READ_NODE) -> Application:
+    """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`."""
     tracing.check(config.tracing)
     log = serve_options(config.logging)
     directory = _deployment(
@@ -54,25 +58,82 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY) -> Application:
         Replica,
         name="engine",
         logging_config=log,
-        num_replicas=replica.num_replicas,
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
+        **placement_options(config),
+        **routing_options(config),
+        **scaling_options(config),
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=replica.max_constructor_retry_count,
-    ).bind(config, engine_factory, directory)
+    ).bind(config, engine_factory, directory, read_node)
     return _deployment(
         Ingress,
         name="ingress",
         logging_config=log,
         num_replicas=ingress.num_replicas,
+        # It needs no node of its own: the new ones are there before the old ones go.
+        max_surge_percent=100,
         max_ongoing_requests=ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s + INGRESS_DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(config, replicas, directory)
+
+
+def placement_options(config: Config) -> dict[str, Any]:
+    """Serve's options for one replica per node. One bundle with all of a node's GPUs is alone on the node, and never
+    spans two; a node without GPUs is counted instead (Serve takes no count beside bundles)."""
+    placement, replica = config.placement, config.replica
+    if not placement.whole_node:
+        return {}
+    if not replica.num_gpus:
+        return {"max_replicas_per_node": 1}
+    bundle: dict[str, float] = {"CPU": replica.num_cpus, "GPU": replica.num_gpus}
+    if placement.accelerator_type:
+        bundle[f"accelerator_type:{placement.accelerator_type}"] = 0.001
+    options: dict[str, Any] = {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
+    if placement.node_labels:
+        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)]
+    return options
+
+
+def routing_options(config: Config) -> dict[str, Any]:
+    """Serve's own router is power of two choices."""
+    routing = config.routing
+    if routing.policy == "power_of_two":
+        return {}
+    options: dict[str, Any] = {
+        "request_router_class": "serve_app.router.serve_router.PrefixRouter",
+        "request_router_kwargs": routing.model_dump(exclude={"policy"}),
+        "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
+    }
+    return {"request_router_config": RequestRouterConfig(**options)}
+
+
+def scaling_options(config: Config) -> dict[str, Any]:
+    """A fixed number of replicas, or one that follows how busy they are."""
+    scaling = config.autoscaling
+    if scaling.max_replicas is None:
+        return {"num_replicas": config.replica.num_replicas}
+    policy = {
+        "policy_function": "serve_app.scaling:BusyPolicy",
+        "policy_kwargs": {"target": scaling.target_busy, "slots": config.engine.max_running},
+    }
+    return {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "max_replicas": scaling.max_replicas,
+            "initial_replicas": config.replica.num_replicas,
+            "look_back_period_s": scaling.look_back_s,
+            "metrics_interval_s": min(2.0, scaling.look_back_s / 2),
+            "upscale_delay_s": scaling.upscale_delay_s,
+            "downscale_delay_s": scaling.downscale_delay_s,
+            "policy": policy,
+        }
+    }
 
 
 def _deployment(cls: type, **options: Any) -> Deployment:

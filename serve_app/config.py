@@ -75,22 +75,74 @@ class EngineConfig(_Frozen):
 
 
 class ReplicaConfig(_Frozen):
-    """The deployment that owns an engine. Seconds throughout."""
+    """The deployment that owns an engine. Seconds throughout. Serve replaces a replica after three failed health checks
+    in a row: one that no longer answers after three periods and timeouts, one whose engine is stuck after
+    `stuck_after_s` and three periods. `warmup_grace_s`: after its start an engine may take longer than that."""
 
     num_replicas: int = Field(1, ge=1, le=1024)
     num_cpus: float = Field(1, ge=0)
     num_gpus: float = Field(0, ge=0)
     max_ongoing_requests: int = Field(512, ge=1)
-    health_check_period_s: float = Field(5, gt=0)
-    health_check_timeout_s: float = Field(30, gt=0)
+    health_check_period_s: float = Field(3, gt=0)
+    health_check_timeout_s: float = Field(6, gt=0)
+    stuck_after_s: float = Field(10, gt=0)
+    warmup_grace_s: float = Field(60, ge=0)
     graceful_shutdown_timeout_s: float = Field(30, ge=0)
     max_constructor_retry_count: int = Field(3, ge=1)
+
+
+class PlacementConfig(_Frozen):
+    """Where replicas go, and what a node must be. `whole_node`: a replica takes one whole node, through one
+    placement-group bundle where it has GPUs (`replica.num_gpus` is then all of a node's), never two on a node.
+    `accelerator_type`, `node_labels`: which nodes qualify. `preflight`: each replica first checks its node against the
+    keys below (`serve_app.topology`). `gpu_name`: part of every GPU's name, else the accelerator type is.
+    `nvlink`: it must join every pair. `local_model`: the source must be a directory on the node. Sizes in GiB free."""
+
+    whole_node: bool = False
+    accelerator_type: str | None = None
+    node_labels: dict[str, str] = {}
+    preflight: bool = False
+    gpu_name: str | None = None
+    nvlink: bool = True
+    min_gpu_free_gib: float = Field(0, ge=0)
+    min_driver: str | None = Field(None, pattern=r"^\d+(\.\d+)*$")
+    min_cuda: str | None = Field(None, pattern=r"^\d+(\.\d+)*$")
+    min_memory_gib: float = Field(0, ge=0)
+    min_shm_gib: float = Field(0, ge=0)
+    local_model: bool = False
+
+
+class AutoscalingConfig(_Frozen):
+    """The number of replicas follows the load when `max_replicas` is set; `replica.num_replicas` is then the number at
+    first. `target_busy`: the share of its slots, or of its KV memory, that each should use. Delays: how long the load
+    must say so. A replica that goes finishes its streams within `replica.graceful_shutdown_timeout_s`."""
+
+    max_replicas: int | None = Field(None, ge=1)
+    min_replicas: int = Field(1, ge=1)
+    target_busy: float = Field(0.7, gt=0, le=1)
+    look_back_s: float = Field(10, gt=0)
+    upscale_delay_s: float = Field(15, ge=0)
+    downscale_delay_s: float = Field(300, ge=0)
+
+
+class RoutingConfig(_Frozen):
+    """How an ingress chooses a replica. `prefix`: the one that was sent most of the prompt before, unless it has more
+    than `slack` (a share of the mean) more to do than its peers; `power_of_two`: the less loaded of two. Each ingress
+    remembers `max_blocks` blocks of `block_chars` characters. A replica that leaves a request unanswered for
+    `suspect_s` gets no other."""
+
+    policy: Literal["prefix", "power_of_two"] = "prefix"
+    slack: float = Field(0.25, ge=0, le=10)
+    max_blocks: int = Field(65536, ge=1)
+    block_chars: int = Field(256, ge=16)
+    suspect_s: float = Field(2, gt=0)
 
 
 class IngressConfig(_Frozen):
     """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
     processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
-    the header x-request-timeout-seconds."""
+    the header x-request-timeout-seconds. `resume`: which answers go on elsewhere when their replica is lost after
+    tokens were sent; one request may lose at most `max_resumes` + 1 replicas."""
 
     num_replicas: int = Field(1, ge=1)
     max_ongoing_requests: int = Field(1024, ge=1)
@@ -99,8 +151,40 @@ class IngressConfig(_Frozen):
     max_choices: int = Field(16, ge=1)
     max_prompts: int = Field(64, ge=1)
     request_timeout_s: float = Field(600, gt=0)
+    resume: Literal["all", "greedy", "never"] = "all"
+    max_resumes: int = Field(2, ge=0, le=16)
     ready_max_age_s: float = Field(30, gt=0)
     ready_timeout_s: float = Field(5, gt=0)
+
+
+class ApiKey(_Frozen):
+    """One API key, as its hash (`python -m serve_app.admission NAME` makes both). Null limits are none. `models`: ids
+    that it may use, null for all. `priority`: batch requests wait until no interactive one does."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    hash: str = Field(pattern=r"^(sha256:[0-9a-f]{64}|scrypt:([0-9a-f]{2}){8,64}:[0-9a-f]{64})$", repr=False)
+    models: list[str] | None = None
+    requests_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
+    max_concurrent: int | None = Field(None, ge=1)
+    priority: Literal["interactive", "batch"] = "interactive"
+
+
+class AdmissionConfig(_Frozen):
+    """`keys`: with any, a request without one of them is refused. `max_concurrent`: requests that generate at once,
+    null for any number; more wait, at most `max_queued`. All ingress processes together."""
+
+    keys: list[ApiKey] = []
+    max_concurrent: int | None = Field(None, ge=1)
+    max_queued: int = Field(256, ge=0)
+
+    @field_validator("keys")
+    @classmethod
+    def _keys_differ(cls, keys: list[ApiKey]) -> list[ApiKey]:
+        for what in ("name", "hash"):
+            if len({getattr(key, what) for key in keys}) < len(keys):
+                raise ValueError(f"two keys have the same {what}")
+        return keys
 
 
 class MetricsConfig(_Frozen):
@@ -137,7 +221,11 @@ class Config(_Frozen):
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
     replica: ReplicaConfig = ReplicaConfig()
+    placement: PlacementConfig = PlacementConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    routing: RoutingConfig = RoutingConfig()
     ingress: IngressConfig = IngressConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     metrics: MetricsConfig = MetricsConfig()
     logging: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
@@ -146,6 +234,25 @@ class Config(_Frozen):
     def _speculation_needs_drafter(self) -> Config:
         if self.model.drafter is None and self.speculation.method == "chain":
             raise ValueError("speculation.method chain needs model.drafter")
+        return self
+
+    @model_validator(mode="after")
+    def _first_number_is_within_bounds(self) -> Config:
+        scaling = self.autoscaling
+        if scaling.max_replicas is not None and not (
+            scaling.min_replicas <= self.replica.num_replicas <= scaling.max_replicas
+        ):
+            raise ValueError("replica.num_replicas must lie between autoscaling.min_replicas and max_replicas")
+        return self
+
+    @model_validator(mode="after")
+    def _selection_needs_a_bundle(self) -> Config:
+        placement, gpus = self.placement, self.replica.num_gpus
+        selects = placement.accelerator_type is not None or placement.node_labels
+        if selects and not (placement.whole_node and gpus):
+            raise ValueError("placement.accelerator_type and node_labels need whole_node and replica.num_gpus")
+        if placement.whole_node and gpus != int(gpus):
+            raise ValueError("placement.whole_node needs a whole number of replica.num_gpus")
         return self
 
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+RESUME_OUTCOMES = ("resumed", "refused", "exhausted")
 REJECT_REASONS = ("auth", "rate", "overload", "invalid", "deadline")
 ROLES = ("target", "draft")
 PHASES = ("prefill", "draft", "verify", "accept")
@@ -200,8 +201,22 @@ class GatewayMetrics:
         self.replicas_wanted = Gauge(
             "gateway_replicas_wanted", "Engine replicas that the configuration asks for.", ("model",), registry=registry
         )
+        self.resumes = Counter(
+            "gateway_resumes_total",
+            "Answers whose replica was lost: resumed on another, refused (policy or sampling), exhausted (lost again).",
+            ("outcome",),
+            registry=registry,
+        )
+        self.waiting = Gauge(
+            "gateway_waiting_requests", "Requests that wait for admission.", ("priority",), registry=registry
+        )
+        self.key_tokens = Counter(
+            "gateway_key_tokens_total", "Tokens used, by API key.", ("key", "kind"), registry=registry
+        )
         for reason in REJECT_REASONS:
             self.rejected.labels(reason)
+        for outcome in RESUME_OUTCOMES:
+            self.resumes.labels(outcome)
 
     def serves(self, model: str, replicas: int) -> None:
         """Series of the configured model exist from the start, so that nothing looks like a gap."""

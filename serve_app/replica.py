@@ -1,8 +1,8 @@
 """The deployment that owns one engine: lifecycle, generation as finished frames, health, drain.
 
-It is healthy only when its engine can generate: the constructor waits for the warm-up, and the health check
-generates. API errors leave it as data (`Item.error`, `Reply.error`), since exceptions that cross a handle arrive
-wrapped, and are logged by Ray as crashes.
+It is healthy only when its engine can generate: the constructor waits for the warm-up, and then a watchdog generates.
+API errors leave it as data (`Item.error`, `Reply.error`), since exceptions that cross a handle arrive wrapped, and are
+logged by Ray as crashes.
 
 What this module does not do: HTTP, routing, validation.
 """
@@ -15,7 +15,7 @@ import importlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -27,8 +27,11 @@ from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.logs import adopt_library
-from serve_app.protocol import Item, Job, Renderer, error_frames
+from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
+from serve_app.scaling import BUSY, busy
+from serve_app.topology import READ_NODE, preflight
 from serve_app.tracing import make_tracer
+from serve_app.watchdog import Watchdog, prove
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
 
@@ -45,11 +48,14 @@ class Reply:
 
 
 class Replica:
-    """See the module. `engine_factory` is `module:function`, called with (Config, CollectorRegistry)."""
+    """See the module. `engine_factory` is `module:function`, called with (Config, CollectorRegistry); `read_node`
+    likewise, called with nothing, gives the NodeFacts."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits an asynchronous constructor
-        self, config: Config, engine_factory: str = ENGINE_FACTORY, exporters: Any = None
+        self, config: Config, engine_factory: str = ENGINE_FACTORY, exporters: Any = None, read_node: str = READ_NODE
     ) -> None:
+        # Before anything is loaded: Serve's status shows what a wrong node lacks.
+        preflight(config, load(read_node))
         self._config = config
         adopt_library()
         self._tracer = make_tracer(config.tracing, _own_name())
@@ -60,6 +66,8 @@ class Replica:
         except BaseException:
             await self._engine.stop()
             raise
+        self._watchdog = Watchdog(self._engine, config.replica)
+        self._watchdog.start()
         self._exporter: Exporter | None = None
         if exporters is not None:
             self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
@@ -69,13 +77,14 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Closing or cancelling aborts every prompt in the engine.
+        timers. Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on
+        behind what was sent.
         """
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._note_arrival(job)
-        tasks = [asyncio.create_task(self._pump(i, request, queue, job)) for i, request in enumerate(job.requests)]
+        tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
         try:
-            async for item in (_stream if job.stream else _collect)(job, queue):
+            async for item in (_stream if job.stream else _collect)(job, queue, len(tasks)):
                 yield item
         except Exception as error:
             failure = self._as_serve_error(error, job)
@@ -95,11 +104,12 @@ class Replica:
                 fields = {"request_id": job.origin.request_id, "prompt": prompt}
                 logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
 
-    async def _pump(self, prompt: int, request: GenerateRequest, queue: asyncio.Queue[Event], job: Job) -> None:
+    async def _pump(self, work: Work, queue: asyncio.Queue[Event], job: Job) -> None:
+        prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
-                    queue.put_nowait((prompt, chunk))
+                    queue.put_nowait((prompt, chunk if choice is None else replace(chunk, index=choice)))
                     if self._tracer is not None and chunk.trail is not None:
                         self._tracer.choice(job.origin, chunk)
         except Exception as error:
@@ -138,30 +148,30 @@ class Replica:
     async def probe(self, max_age_s: float, timeout_s: float) -> Reply:
         """Whether a token came within `max_age_s`, or comes now within `timeout_s`."""
         try:
-            await self._prove_alive(max_age_s, timeout_s)
+            await prove(self._engine, max_age_s, timeout_s)
         except Exception as error:
             logger.warning("readiness probe failed", exc_info=error)
             return Reply(error=NotReady("The engine does not generate."))
         return Reply(value=True)
 
-    async def check_health(self) -> None:
-        """Called by Serve, beside the request path. Raises when the engine neither generated lately nor does now."""
-        replica = self._config.replica
-        # Serve's own timeout would hide the reason.
-        await self._prove_alive(replica.health_check_period_s, 0.9 * replica.health_check_timeout_s)
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve now and then, for the routers."""
+        return {"healthy": self._watchdog.failure is None}
 
-    async def _prove_alive(self, max_age_s: float, timeout_s: float) -> None:
-        age = self._engine.stats().last_token_age_s
-        if age is not None and age <= max_age_s:
-            return
-        try:
-            await asyncio.wait_for(self._engine.health(), timeout_s)
-        except TimeoutError:
-            raise EngineFailed(f"The engine generated no token within {timeout_s:g} s.") from None
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the number of replicas follows the load."""
+        return {BUSY: busy(self._engine.stats())}
+
+    async def check_health(self) -> None:
+        """Called by Serve, beside the request path. Raises when the engine neither generated lately nor could."""
+        if self._watchdog.failure is not None:
+            raise self._watchdog.failure
 
     async def __del__(self) -> None:  # Serve awaits it after the drain
         if exporter := getattr(self, "_exporter", None):
             await exporter.stop()
+        if watchdog := getattr(self, "_watchdog", None):
+            await watchdog.stop()
         if hasattr(self, "_engine"):
             await self._engine.stop()
         if getattr(self, "_tracer", None) is not None:
@@ -186,8 +196,11 @@ def load(path: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 
 
-async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
-    renderer, running, tokens = Renderer(job), len(job.requests), 0
+async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+    renderer, tokens = Renderer(job), 0
+    progress: list[Progress] = []
+    if not running:  # all was said but the end
+        yield Item(data=renderer.end())
     while running:
         events = [await queue.get()]
         while not queue.empty():
@@ -201,6 +214,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
                     failure = _aborted()
                     break
                 data.append(renderer.frame(prompt, event))
+                progress.append(renderer.progress(prompt, event))
                 tokens += len(event.token_ids)
                 content = content or bool(event.text or event.delta)
             elif event is None:
@@ -212,26 +226,29 @@ async def _stream(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
             data.append(renderer.end())
         joined = b"".join(data)
         if joined:
-            yield Item(data=joined, tokens=tokens, content=content)
-            tokens = 0
+            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress))
+            progress, tokens = [], 0
         if failure is not None:
             raise failure
 
 
-async def _collect(job: Job, queue: asyncio.Queue[Event]) -> AsyncIterator[Item]:
-    renderer, running, tokens = Renderer(job), len(job.requests), 0
+async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+    renderer, tokens = Renderer(job), 0
+    progress: list[Progress] = []
     while running:
         prompt, event = await queue.get()
         if isinstance(event, Chunk):
             if event.finish_reason == "abort":
                 raise _aborted()
             renderer.collect(prompt, event)
+            if event.finish_reason is not None:
+                progress.append(renderer.progress(prompt, event))
             tokens += len(event.token_ids)
         elif event is None:
             running -= 1
         else:
             raise event
-    yield Item(data=renderer.body(), tokens=tokens, content=True)
+    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
 
 
 def _aborted() -> ServeError:

@@ -17,6 +17,9 @@ from serve_app.launch import SERVE_SWITCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 RAY_STARTS = 3
+# `make test-full`: what takes minutes on two cores.
+FULL = os.environ.get("FULL_TESTS") == "1"
+full_only = pytest.mark.skipif(not FULL, reason="part of make test-full")
 FAKE_ENGINE = "tests.fake_engine:FakeEngine"
 
 
@@ -149,3 +152,12 @@ def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.05)
+
+
+def replica_pids(app: str, deployment: str) -> dict[str, int]:
+    """Process of each living replica, by the name it has on /metrics (`deployment#id`)."""
+    from ray._private.state import actors
+
+    prefix = f"SERVE_REPLICA::{app}#"
+    living = [a for a in actors().values() if a["State"] == "ALIVE" and a["Name"].startswith(prefix + deployment)]
+    return {actor["Name"].removeprefix(prefix): actor["Pid"] for actor in living}

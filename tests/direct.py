@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 from prometheus_client import CollectorRegistry
 
+from serve_app.admission import Admission
 from serve_app.config import load_config
 from serve_app.engines.base import GenerateRequest, ModelInfo
 from serve_app.ingress.generation import Gateway
@@ -60,7 +61,9 @@ async def make_replica(config: dict[str, Any] | None = None) -> Replica:
 async def make_gateway(config: dict[str, Any] | None = None) -> Gateway:
     replica = await make_replica(config)
     registry = CollectorRegistry()
-    return Gateway(replica._config, DirectBackend(replica), registry, GatewayMetrics(registry))
+    metrics = GatewayMetrics(registry)
+    admission = Admission(replica._config.admission, metrics)
+    return Gateway(replica._config, DirectBackend(replica), registry, metrics, admission)
 
 
 @asynccontextmanager

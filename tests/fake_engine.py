@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import os
 import time
 
 from prometheus_client import Counter, Gauge
@@ -19,6 +20,7 @@ class FakeEngine:
         self._submits = Counter("fake_submits_total", "Requests.", registry=registry)
         self._aborts = Counter("fake_aborts_total", "Requests closed before their end.", registry=registry)
         Gauge("fake_running_requests", "Requests now.", registry=registry).set_function(lambda: self._live)
+        Gauge("fake_pid", "Process id.", registry=registry).set(os.getpid())
 
     async def start(self):
         if self._id == "broken":
@@ -28,14 +30,16 @@ class FakeEngine:
         params, done = request.sampling, False
         if (params.max_tokens or 0) > CONTEXT:
             raise ContextLengthExceeded(f"The context is {CONTEXT} tokens.", param="max_tokens")
-        script = Script(self._text(request), params.max_tokens or CONTEXT)
+        script = Script(self._text(request), params.max_tokens or CONTEXT, request.emitted)
         script.check()
         self._broken = next((how for how in ("dead", "stuck") if how in script.settings), self._broken)
         decoders = [codecs.getincrementaldecoder("utf-8")() for _ in range(params.n)]
+        for token in script.tokens[: len(request.emitted)]:
+            decoders[0].decode(token)
         self._submits.inc()
         self._live += 1
         try:
-            for index, token in enumerate(script.tokens):
+            for index, token in list(enumerate(script.tokens))[len(request.emitted) :]:
                 await script.before(index)
                 self._last, reason = time.monotonic(), script.reason(index)
                 usage = Usage(script.prompt_tokens, index + 1) if reason else None
@@ -57,7 +61,8 @@ class FakeEngine:
         return EngineStats(running=self._live, queued=0, slots=64, last_token_age_s=age)
 
     def info(self):
-        return ModelInfo(id=self._id, max_model_len=CONTEXT, vocab_size=VOCAB, created=1)
+        continues = {"fake-none": "none", "fake-greedy": "greedy"}.get(self._id, "seeded")
+        return ModelInfo(id=self._id, max_model_len=CONTEXT, vocab_size=VOCAB, created=1, continues=continues)
 
     async def abort(self, request_id):
         return False

@@ -1,8 +1,9 @@
 """What a fake engine is told to do, in the words of the prompt itself.
 
 Words `key=value` steer, the others are the answer, one token each. `repeat=N` says it N times; `delay=S` waits before
-each token, `stall=S` before the first; `fail_at=N` raises at token N, `crash_at=N` ends the process, `abort_at=N` ends
-as aborted; `bytes=HEX` answers one byte a token; `refuse=CLASS` raises that error; `dead=1`/`stuck=1` break health.
+each token, `stall=S` before the first; `fail_at=N` raises at token N, `crash_at=N` ends the process, `die_at=N` too
+unless another replica emitted tokens before, `abort_at=N` ends as aborted; `bytes=HEX` answers one byte a token;
+`refuse=CLASS` raises that error; `dead=1`/`stuck=1` break health.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from serve_app.engines.base import TokenLogprob
 
 
 class Script:
-    def __init__(self, text: str, max_tokens: int) -> None:
+    def __init__(self, text: str, max_tokens: int, emitted: tuple[int, ...] = ()) -> None:
         words = text.split()
         self.prompt_tokens = len(words)
         self.settings = dict(word.split("=", 1) for word in words if "=" in word)
@@ -24,6 +25,9 @@ class Script:
             tokens = [bytes([byte]) for byte in bytes.fromhex(self.settings["bytes"])]
         self.tokens = tokens[:max_tokens]
         self.end = "stop" if len(self.tokens) == len(tokens) else "length"
+        self.fresh = not emitted
+        if emitted != tuple(token[0] for token in self.tokens[: len(emitted)]) or len(emitted) >= len(self.tokens):
+            raise ValueError("these tokens do not belong to this script")
 
     def check(self) -> None:
         if "refuse" in self.settings:
@@ -34,7 +38,7 @@ class Script:
         await asyncio.sleep(self._number("delay") + (self._number("stall") if index == 0 else 0))
         if index == self._number("fail_at", -1):
             raise RuntimeError("secret details of the engine")
-        if index == self._number("crash_at", -1):
+        if index == self._number("crash_at", -1) or (self.fresh and index == self._number("die_at", -1)):
             os._exit(1)
 
     def reason(self, index: int) -> Any:

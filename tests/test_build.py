@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from ray.serve import Application
 
 from serve_app import build
+from serve_app.config import load_config
 from serve_app.errors import ConfigError
 
 
@@ -54,3 +55,29 @@ def test_the_package_offers_a_ready_application(monkeypatch: pytest.MonkeyPatch)
 def test_no_test_engine_is_reachable_from_configuration() -> None:
     with pytest.raises(ConfigError):
         build.build_app({"engine": {"kind": "tests.fake_engine:FakeEngine"}})
+
+
+def options(**sections: dict[str, Any]) -> dict[str, Any]:
+    return build.placement_options(load_config(sections, use_env=False))
+
+
+def test_replicas_share_nodes_by_default() -> None:
+    assert options() == {}
+
+
+def test_a_whole_node_is_one_bundle() -> None:
+    placement = {"whole_node": True, "accelerator_type": "B300", "node_labels": {"role": "gpu"}}
+    assert options(replica={"num_gpus": 8, "num_cpus": 4}, placement=placement) == {
+        "placement_group_bundles": [{"CPU": 4, "GPU": 8, "accelerator_type:B300": 0.001}],
+        "placement_group_strategy": "STRICT_PACK",
+        "placement_group_bundle_label_selector": [{"role": "gpu"}],
+    }
+
+
+def test_a_node_without_gpus_is_counted_instead() -> None:
+    assert options(placement={"whole_node": True}) == {"max_replicas_per_node": 1}
+
+
+def test_nodes_can_be_selected_only_for_a_bundle() -> None:
+    with pytest.raises(ConfigError, match="need whole_node"):
+        options(placement={"node_labels": {"role": "gpu"}})

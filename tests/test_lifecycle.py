@@ -21,8 +21,14 @@ def mortal(serve_app_factory: Callable[..., Served]) -> Served:
     """One ingress, one replica with quick health checks."""
     config = {
         "model": {"id": "fake"},
-        "replica": {"num_cpus": 0.1, "health_check_period_s": 0.5, "health_check_timeout_s": 1},
-        "ingress": {"ready_max_age_s": 0.1, "ready_timeout_s": 1},
+        "replica": {
+            "num_cpus": 0.1,
+            "health_check_period_s": 0.5,
+            "health_check_timeout_s": 5,
+            "stuck_after_s": 1,
+            "warmup_grace_s": 0,
+        },
+        "ingress": {"ready_max_age_s": 0.1, "ready_timeout_s": 1, "max_resumes": 0},
         "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
     }
     return serve_app_factory("mortal", config, FAKE_ENGINE)

@@ -33,7 +33,7 @@ class SamplingParams:
             many tokens are not sampled.
         logprobs: None for none; otherwise how many alternatives to return beside each token's own
             log-probability (0 to 20). They are the target's own, before temperature, penalties and bias.
-        n: independent choices for the prompt.
+        n: independent choices for the prompt; choice j of a seeded request is sampled with seed + j.
     """
 
     max_tokens: int | None = None
@@ -59,6 +59,10 @@ class GenerateRequest:
     """One prompt, as text, as token ids, or as chat messages (exactly one of them is given).
 
     `messages` and `tools` are plain OpenAI dictionaries; the engine renders its chat template.
+
+    `emitted`: tokens that another engine already emitted for this prompt, where `n` is 1. The engine goes on behind
+    them as if it had emitted them itself: its chunks hold only what is new, limits and usage count all, and stop
+    strings, penalties, seed and characters continue. Only engines whose `ModelInfo.continues` says so get it.
     """
 
     request_id: str
@@ -68,6 +72,7 @@ class GenerateRequest:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    emitted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +158,18 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What `/v1/models` and validation need to know. `max_model_len` is in tokens, prompt and answer together."""
+    """What `/v1/models` and validation need to know. `max_model_len` is in tokens, prompt and answer together.
+
+    `continues`: which requests go on from `GenerateRequest.emitted` with the text of an undisturbed run: none, greedy
+    ones (others then go on with fresh randomness), or seeded ones too.
+    """
 
     id: str
     max_model_len: int
     vocab_size: int
     created: int
     owned_by: str = "ddtree-serve"
+    continues: Literal["none", "greedy", "seeded"] = "none"
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.admission import Admission
 from serve_app.config import Config
 from serve_app.exporter import Exporter
 from serve_app.ingress.backend import HandleBackend
@@ -34,12 +35,15 @@ class Ingress:
     ) -> None:
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
-        metrics.serves(config.model.id, config.replica.num_replicas)
+        scaling = config.autoscaling
+        least = config.replica.num_replicas if scaling.max_replicas is None else scaling.min_replicas
+        metrics.serves(config.model.id, least)
         self._gateway = Gateway(
             config=config,
             backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
             registry=registry,
             metrics=metrics,
+            admission=Admission(config.admission, metrics, config.ingress.num_replicas),
         )
         self._exporter = Exporter(registry, config.metrics, exporters, config.model.id)
         self._gateway.name = self._exporter.name

@@ -15,10 +15,12 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from serve_app.admission import BYTES_PER_TOKEN, Admission
 from serve_app.config import Config
 from serve_app.engines.base import ModelInfo
 from serve_app.errors import EngineFailed, NotReady, ServeError
 from serve_app.ingress.backend import Backend
+from serve_app.ingress.failover import Failover
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
 from serve_app.metrics import GatewayMetrics, exemplar
@@ -41,6 +43,7 @@ class Gateway:
     backend: Backend
     registry: CollectorRegistry
     metrics: GatewayMetrics
+    admission: Admission
     name: str = "ingress"
     tracer: Tracer | None = None
     last_token_at: float | None = None
@@ -82,16 +85,24 @@ class Generation(Response):
     async def _run(self, send: Send) -> bytes:
         """Returns what is still to be sent as the last message."""
         gateway = self._gateway
-        job = self._make_job(await gateway.backend.info())
-        job = replace(job, origin=self._record.origin())
-        async with contextlib.aclosing(gateway.backend.generate(job)) as items:  # type: ignore[type-var]
+        info = await gateway.backend.info()
+        job = replace(self._make_job(info), session=self._record.session, origin=self._record.origin())
+        async with gateway.admission.slot(self._record.caller, self._record.priority):
+            return await self._generate(job, info, send)
+
+    async def _generate(self, job: Job, info: ModelInfo, send: Send) -> bytes:
+        gateway, n = self._gateway, job.requests[0].sampling.n
+        failover = Failover(gateway.backend, gateway.config.ingress, gateway.metrics)
+        # A guess until the engine has counted; it stays where the client leaves before.
+        self._record.caller.charge(self._record.body_bytes / BYTES_PER_TOKEN)
+        async with contextlib.aclosing(failover.items(job, info)) as items:  # type: ignore[type-var]
             with gateway.metrics.queued.labels(job.model).track_inprogress():
                 first = await anext(items, None)
             if first is None:
                 raise EngineFailed("The engine gave no answer.")
             if first.error is not None:
                 raise first.error
-            self._seen(first)
+            self._seen(first, n)
             if not job.stream:
                 return first.data
             self._streaming = True
@@ -101,11 +112,23 @@ class Generation(Response):
                 if item.error is not None:
                     self._fail(item.error)
                     return item.data
-                self._seen(item)
+                self._seen(item, n)
                 await send({"type": "http.response.body", "body": item.data, "more_body": True})
         return b""
 
-    def _seen(self, item: Item) -> None:
+    def _charge(self, item: Item, n: int) -> None:
+        record, admission = self._record, self._gateway.admission
+        record.caller.charge(item.tokens)
+        admission.used(record.caller, "completion", item.tokens)
+        for part in item.progress:
+            # The choices of a prompt share it.
+            if part.usage is not None and part.choice % n == 0:
+                record.caller.charge(part.usage.prompt_tokens - record.body_bytes / BYTES_PER_TOKEN)
+                record.body_bytes = 0
+                admission.used(record.caller, "prompt", part.usage.prompt_tokens)
+
+    def _seen(self, item: Item, n: int) -> None:
+        self._charge(item, n)
         now = time.monotonic()
         self._record.tokens += item.tokens
         if item.tokens:

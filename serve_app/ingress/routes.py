@@ -46,6 +46,7 @@ from serve_app.protocol import (
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+SESSION_HEADER, MAX_SESSION_CHARS = "x-session-id", 256
 _SCHEMAS = "#/components/schemas/{model}"
 Wire = TypeVar("Wire", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 T = TypeVar("T")
@@ -93,12 +94,15 @@ def _add_models(app: FastAPI, gateway: Gateway) -> None:
             "max_model_len": info.max_model_len,
         }  # fmt: skip
 
-    @app.get("/v1/models", responses=_answer(answers.ModelList) | _errors(503))
+    @app.get("/v1/models", responses=_answer(answers.ModelList) | _errors(400, 401, 503))
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [await card(request)]})
+        record = await _identified(gateway, request)
+        cards = [await card(request)] if record.caller.may_use(gateway.config.model.id) else []
+        return _json({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model_id:path}", responses=_answer(answers.ModelCard) | _errors(503))
+    @app.get("/v1/models/{model_id:path}", responses=_answer(answers.ModelCard) | _errors(400, 401, 503))
     async def model(request: Request, model_id: str) -> Response:
+        await _identified(gateway, request)
         _known(gateway, request, model_id)
         return _json(await card(request))
 
@@ -167,18 +171,32 @@ async def _metrics(gateway: Gateway) -> bytes:
 
 
 async def _read(gateway: Gateway, request: Request, wire: type[Wire]) -> tuple[Wire, Record, float]:
-    record: Record = request.state.record
+    record = await _identified(gateway, request)
     until = deadline(record, request.headers, gateway.config.ingress.request_timeout_s)
-    body = parse_object(await read_body(request, gateway.config.ingress.max_body_bytes, until))
+    raw = await read_body(request, gateway.config.ingress.max_body_bytes, until)
+    record.body_bytes = len(raw)
+    record.session = request.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS]
+    body = parse_object(raw)
     if isinstance(body.get("model"), str):
         _known(gateway, request, body["model"])
     elif not wire.model_fields["model"].is_required():
-        record.model = gateway.config.model.id
+        _known(gateway, request, gateway.config.model.id)
     return validate(wire, body), record, until
 
 
+async def _identified(gateway: Gateway, request: Request) -> Record:
+    """Before the body is read: strangers, and those over their rate, cost nothing more."""
+    record: Record = request.state.record
+    record.caller = await gateway.admission.identify(request.headers)
+    record.priority = gateway.admission.priority(record.caller, request.headers)
+    if request.method == "POST":
+        gateway.admission.count_request(record.caller)
+    return record
+
+
 def _known(gateway: Gateway, request: Request, model: str) -> None:
-    if model != gateway.config.model.id:
+    # To a key that may not use it a model does not exist.
+    if model != gateway.config.model.id or not request.state.record.caller.may_use(model):
         raise ModelNotFound("The model does not exist; GET /v1/models lists what is served.", param="model")
     request.state.record.model = model
 
@@ -216,7 +234,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _documented(wire: type, answer: type, *, stream: bool = False) -> dict[str, Any]:
-    responses = _answer(answer) | _errors(400, 404, 413, 415, 503, 504)
+    responses = _answer(answer) | _errors(400, 401, 404, 413, 415, 429, 503, 504)
     if stream:
         responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
     schema = {"$ref": _SCHEMAS.format(model=wire.__name__)}

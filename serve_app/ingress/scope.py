@@ -20,6 +20,7 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.admission import ANONYMOUS, Caller, Priority
 from serve_app.edge import SANE_ID
 from serve_app.errors import (
     Aborted,
@@ -61,6 +62,10 @@ class Record:
     status: int | None = None
     error: ServeError | None = None
     has_content: bool = False
+    caller: Caller = ANONYMOUS
+    priority: Priority = "interactive"
+    body_bytes: int = 0
+    session: str = ""
     tokens: int = 0
     span: Any = None
     trace: dict[str, str] = field(default_factory=dict)

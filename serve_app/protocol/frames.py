@@ -18,6 +18,7 @@ import orjson
 from serve_app.engines.base import Chunk, TokenLogprob, Usage
 from serve_app.errors import ServeError
 from serve_app.protocol.jobs import Job
+from serve_app.protocol.resume import Progress
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; the value other servers send for a token of probability zero.
@@ -52,6 +53,13 @@ class _Choice:
         self.characters += len(self.decoder.decode(raw))
         return offset
 
+    def restore(self, sent: Progress) -> None:
+        """As if this object had rendered what another replica sent."""
+        self.started, self.tokens, self.usage = True, len(sent.token_ids), sent.usage
+        if sent.offset is not None:
+            self.characters = sent.offset[0]
+            self.decoder.setstate((sent.offset[1], 0))
+
     def take(self, chunk: Chunk) -> None:
         self.tokens += len(chunk.token_ids)
         self.finish_reason = chunk.finish_reason or self.finish_reason
@@ -64,7 +72,11 @@ class Renderer:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._n = job.requests[0].sampling.n
-        self._choices = [_Choice() for _ in range(self._n * len(job.requests))]
+        self._choices = [_Choice() for _ in range(job.choices)]
+        for sent in job.sent:
+            if sent is not None:
+                self._choices[sent.choice].restore(sent)
+        self._states_offsets = not job.chat and job.requests[0].sampling.logprobs is not None
         kind = "text_completion" if not job.chat else "chat.completion.chunk" if job.stream else "chat.completion"
         self._head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         self._open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
@@ -88,6 +100,14 @@ class Renderer:
             entry["logprobs"] = _legacy_logprobs(choice, chunk.logprobs)
         entry["finish_reason"] = chunk.finish_reason
         return self._open + orjson.dumps(entry) + self._close
+
+    def progress(self, prompt: int, chunk: Chunk) -> Progress:
+        """What another replica must know of a chunk that `frame` has just rendered."""
+        index = prompt * self._n + chunk.index
+        choice, offset = self._choices[index], None
+        if self._states_offsets:
+            offset = choice.characters, bytes(choice.decoder.getstate()[0])
+        return Progress(index, chunk.token_ids, chunk.finish_reason is not None, chunk.usage, offset)
 
     def end(self) -> bytes:
         """The usage frame if asked for, and `[DONE]`."""

@@ -16,6 +16,7 @@ from typing import Any
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import InvalidRequest, ServeError, Unsupported
 from serve_app.protocol.messages import plain_messages
+from serve_app.protocol.resume import Progress
 from serve_app.protocol.wire import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 
 COMPLETION_MAX_TOKENS = 16
@@ -41,7 +42,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One HTTP request: its prompts run concurrently; choice `j` of prompt `i` has index `i * n + j`."""
+    """One HTTP request: its prompts run concurrently; choice `j` of prompt `i` has index `i * n + j`.
+
+    `session`: what the client calls the chat, for routing. `sent`: per choice, what a replica that was lost had sent of
+    it; empty for a job from its beginning.
+    """
 
     id: str
     created: int
@@ -51,6 +56,12 @@ class Job:
     include_usage: bool
     requests: tuple[GenerateRequest, ...]
     origin: Origin = Origin()
+    sent: tuple[Progress | None, ...] = ()
+    session: str = ""
+
+    @property
+    def choices(self) -> int:
+        return len(self.requests) * self.requests[0].sampling.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +72,14 @@ class Item:
         data: finished SSE frames, or for `stream: false` the whole JSON body (then there is one item).
         tokens: tokens emitted since the last item. content: whether `data` has text of the answer.
         error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
+        progress: of a stream, the tokens behind `data`, from which another replica could go on.
     """
 
     data: bytes = b""
     tokens: int = 0
     content: bool = False
     error: ServeError | None = None
+    progress: tuple[Progress, ...] = ()
 
 
 def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messages: int) -> Job:

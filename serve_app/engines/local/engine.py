@@ -112,9 +112,10 @@ class LocalEngine:
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         for index in range(request.sampling.n):
             sink = partial(self._send, loop, submission)
-            submission.sequences.append(
-                _sequence(parts, submission, index, prompt, request.sampling, seed + index, max_tokens, sink)
-            )
+            sequence = _sequence(parts, submission, index, prompt, request.sampling, seed + index, max_tokens, sink)
+            if request.emitted:
+                sequence.resume(request.emitted)
+            submission.sequences.append(sequence)
         self._enqueue(parts, loop, request.request_id, submission)
         try:
             async for chunk in submission.chunks():
@@ -204,7 +205,8 @@ class LocalEngine:
 
     def info(self) -> ModelInfo:
         parts, _ = self._running()
-        return ModelInfo(self._config.model.id, parts.context, parts.vocab, self._created)
+        # The draw is a function of seed and position alone (`sampler`).
+        return ModelInfo(self._config.model.id, parts.context, parts.vocab, self._created, continues="seeded")
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:
         parts, _ = self._running()

@@ -18,7 +18,7 @@ from serve_app.engines.local.sequence import Sequence
 
 @dataclass(frozen=True)
 class PrefillPiece:
-    """Prompt tokens start … end of one request, computed by one step."""
+    """Given tokens (`Sequence.given`) start … end of one request, computed by one step."""
 
     sequence: Sequence
     start: int
@@ -26,7 +26,7 @@ class PrefillPiece:
 
     @property
     def tokens(self) -> list[int]:
-        return self.sequence.prompt[self.start : self.end]
+        return self.sequence.given[self.start : self.end]
 
 
 class Scheduler:
@@ -87,7 +87,7 @@ class Scheduler:
         for sequence in self._running:
             if sequence.prefilled:
                 continue
-            size = min(len(sequence.prompt) - sequence.committed, self._chunk)
+            size = min(len(sequence.given) - sequence.committed, self._chunk)
             if pieces and max(widest, size) * (len(pieces) + 1) > self._chunk:
                 break
             widest = max(widest, size)

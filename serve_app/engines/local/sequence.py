@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -47,7 +48,8 @@ class Sequence:
 
     Attributes:
         owner: the submission it belongs to. index: which of the request's choices.
-        prompt: token ids. seed: of this choice. max_tokens: output tokens at most, bounded by the context.
+        prompt: token ids. given: what prefill computes, the prompt and tokens that another engine emitted (they begin
+            `output`). seed: of this choice. max_tokens: output tokens at most, bounded by the context.
         probe: a health check; it has a slot of its own and passes the queue.
         slot: KV slot while running, else None.
         committed: tokens whose KV is in the slot. The last emitted token (the root) is never among them.
@@ -73,10 +75,22 @@ class Sequence:
     pending: Tensor | None = None
     pending_len: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    given: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = self.prompt
+
+    def resume(self, emitted: Seq[int]) -> None:
+        """Go on behind tokens that another engine emitted. Raises InvalidRequest where they end the text."""
+        self.text.resume(emitted)
+        self.output.extend(emitted)
+        self.given = self.prompt + self.output
+        if self.rules is not None:
+            self.rules.commit(emitted)
 
     @property
     def prefilled(self) -> bool:
-        return self.committed >= len(self.prompt)
+        return self.committed >= len(self.given)
 
     @property
     def root(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from serve_app.engines.base import FinishReason, SamplingParams
 from serve_app.engines.local.detokenizer import Detokenizer
+from serve_app.errors import InvalidRequest
 
 
 class StopStrings:
@@ -84,6 +85,11 @@ class TextStream:
         self._ends = frozenset() if params.ignore_eos else frozenset(end_tokens)
         self._stop_ids = frozenset(params.stop_token_ids)
         self.count = 0
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """As if these had been pushed and their text shown. Raises InvalidRequest where they already end the text."""
+        if tokens and self.push(tokens)[2] is not None:
+            raise InvalidRequest("the emitted tokens already end the text", param="emitted")
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str, Ending | None]:
         """Feed emitted tokens; returns how many of them belong to the text, the text to show, and the end."""

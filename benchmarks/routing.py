@@ -1,0 +1,227 @@
+"""Which router sends requests where their prompt is cached, and at what price: a simulation of replicas and chats.
+
+Multi-turn chats of growing length share a few system prompts. Each replica prefills one prompt at a time (what its
+prefix cache holds is free), decodes in a batch whose step grows with its size, and forgets the oldest blocks. The
+routers are the real ones: this product's table and scoring, and Ray's prefix tree under the policy of its
+PrefixCacheAffinityRouter; power of two choices is two lines. Several ingresses share the load, each with a router of
+its own, except for Ray's, whose tree is one actor for all.
+
+    python benchmarks/routing.py [--replicas 8] [--chats 1500] [--rate 6] [--seeds 3]
+
+Prints a table, the cost of one decision by the number of replicas, and JSON on the last line.
+
+What it does not do: measure the routers' network, or a real engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
+
+from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.router.prefixes import PrefixTable, blocks_of, home_key
+from serve_app.router.scoring import Candidate, Policy, rank
+
+CHARS_PER_TOKEN, CACHE_BLOCK_CHARS = 4, 64
+PREFILL_TOKENS_S, STEP_S, STEP_PER_REQUEST_S = 8000.0, 0.015, 0.0004
+SLOTS, CACHE_TOKENS = 48, 400_000
+INGRESSES = 2
+Router = Callable[[GenerateRequest, list["Replica"], int], "Replica"]
+
+
+@dataclass
+class Replica:
+    name: str
+    ongoing: int = 0
+    prefill_free: float = 0.0
+    cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    served: int = 0
+
+    def prefill(self, blocks: list[int], now: float) -> tuple[float, int]:
+        """When the first token is there, and how many blocks were cached."""
+        hit = next((i for i, block in enumerate(blocks) if block not in self.cache), len(blocks))
+        for block in blocks:
+            self.cache.pop(block, None)
+            self.cache[block] = None
+        while len(self.cache) * CACHE_BLOCK_CHARS / CHARS_PER_TOKEN > CACHE_TOKENS:
+            self.cache.popitem(last=False)
+        tokens = (len(blocks) - hit) * CACHE_BLOCK_CHARS / CHARS_PER_TOKEN
+        self.prefill_free = max(self.prefill_free, now) + tokens / PREFILL_TOKENS_S
+        return self.prefill_free + self.step(), hit
+
+    def step(self) -> float:
+        """A step of the batch; beyond the slots a request waits for its share of them."""
+        crowd = max(1.0, self.ongoing / SLOTS)
+        return (STEP_S + STEP_PER_REQUEST_S * min(self.ongoing, SLOTS)) * crowd
+
+
+@dataclass
+class Chat:
+    key: int
+    system: str
+    turns: int
+    messages: list[dict[str, str]]
+
+
+def workload(chats: int, rate: float, rng: random.Random) -> list[tuple[float, int, Chat]]:
+    """(arrival, tie-break, chat): Poisson arrivals of chats."""
+    systems = [f"System prompt {i}. " + words(rng, 6000) for i in range(4)]
+    now, events = 0.0, []
+    for key in range(chats):
+        now += rng.expovariate(rate)
+        system = rng.choice(systems)
+        events.append((now, key, Chat(key, system, rng.randint(2, 8), [{"role": "system", "content": system}])))
+    return events
+
+
+def words(rng: random.Random, chars: int) -> str:
+    return "".join(f"{rng.randrange(10**7)} " for _ in range(chars // 8))
+
+
+def simulate(router: Router, replicas: int, chats: int, rate: float, seed: int) -> dict[str, float]:
+    rng = random.Random(seed)
+    fleet = [Replica(f"replica{i}") for i in range(replicas)]
+    order = chats
+    queue: list[tuple[float, int, Chat | Replica]] = [*workload(chats, rate, rng)]
+    heapq.heapify(queue)
+    ttfts, hits, blocks_seen, spread = [], 0, 0, []
+    while queue:
+        now, _, event = heapq.heappop(queue)
+        if isinstance(event, Replica):
+            event.ongoing -= 1
+            continue
+        event.messages.append({"role": "user", "content": words(rng, rng.randint(100, 1500))})
+        request = GenerateRequest("r", SamplingParams(), messages=[dict(m) for m in event.messages])
+        chosen = router(request, fleet, rng.randrange(INGRESSES))
+        chosen.ongoing += 1
+        chosen.served += 1
+        prompt = blocks_of(request, CACHE_BLOCK_CHARS)
+        first, hit = chosen.prefill(prompt, now)
+        ttfts.append(first - now)
+        hits, blocks_seen = hits + hit, blocks_seen + len(prompt)
+        loads = [r.ongoing for r in fleet]
+        spread.append(max(loads) / (sum(loads) / len(loads)))
+        answer = rng.randint(50, 300)
+        done = first + answer * chosen.step()
+        order += 1
+        heapq.heappush(queue, (done, order, chosen))
+        event.messages.append({"role": "assistant", "content": words(rng, answer * CHARS_PER_TOKEN)})
+        event.turns -= 1
+        if event.turns:
+            order += 1
+            heapq.heappush(queue, (done + rng.expovariate(1 / 8), order, event))
+    ttfts.sort()
+    return {
+        "hit_rate": hits / blocks_seen,
+        "ttft_p50_ms": 1000 * ttfts[len(ttfts) // 2],
+        "ttft_p99_ms": 1000 * ttfts[len(ttfts) * 99 // 100],
+        "imbalance": statistics.mean(spread),
+    }
+
+
+def power_of_two() -> Router:
+    rng = random.Random(7)
+    return lambda request, fleet, ingress: min(rng.sample(fleet, 2), key=lambda r: r.ongoing)
+
+
+def prefix() -> Router:
+    tables = [PrefixTable(65536) for _ in range(INGRESSES)]
+    policy = Policy()
+
+    def choose(request: GenerateRequest, fleet: list[Replica], ingress: int) -> Replica:
+        by_name = {replica.name: replica for replica in fleet}
+        blocks = blocks_of(request, 256)
+        overlaps = tables[ingress].overlaps(blocks, by_name)
+        candidates = [Candidate(r.name, r.ongoing, overlaps.get(r.name, 0.0)) for r in fleet]
+        name = rank(candidates, home_key(request, ""), policy)[0]
+        tables[ingress].sent(blocks, name)
+        return by_name[name]
+
+    return choose
+
+
+def ray_prefix(imbalanced_threshold: float) -> Router:
+    """As `ray.serve.llm.request_router.PrefixCacheAffinityRouter` decides (without eviction, its default)."""
+    tree, known, rng = PrefixTree(), set[str](), random.Random(7)
+
+    def choose(request: GenerateRequest, fleet: list[Replica], ingress: int) -> Replica:
+        by_name = {replica.name: replica for replica in fleet}
+        if not known:
+            tree.add_tenants(list(by_name), 0.0)
+            known.update(by_name)
+        text = "".join(str(message["content"]) for message in request.messages or ())
+        loads = [replica.ongoing for replica in fleet]
+        names = [replica.name for replica in rng.sample(fleet, 2)]
+        if max(loads) - min(loads) <= imbalanced_threshold:
+            matched, holders = tree.prefix_match(text, list(by_name))
+            rare = len(matched) / len(text) < 0.1
+            names = list((tree.get_smallest_tenants() if rare else holders) or names)
+        chosen = min(names, key=lambda name: by_name[name].ongoing)
+        tree.insert(text, chosen, time.monotonic())
+        return by_name[chosen]
+
+    return choose
+
+
+def decision_cost(replicas: int, repeats: int = 2000) -> float:
+    """Microseconds of one decision for a prompt of 10,000 characters that half the replicas hold a part of."""
+    rng = random.Random(1)
+    router, fleet = prefix(), [Replica(f"replica{i}") for i in range(replicas)]
+    system = words(rng, 8000)
+    requests = [
+        GenerateRequest(
+            "r", SamplingParams(),
+            messages=[{"role": "system", "content": system}, {"role": "user", "content": words(rng, 2000)}],
+        )
+        for _ in range(50)
+    ]  # fmt: skip
+    for request in requests:
+        router(request, fleet, 0)
+    started = time.perf_counter()
+    for index in range(repeats):
+        router(requests[index % 50], fleet, 0)
+    return (time.perf_counter() - started) / repeats * 1e6
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "power of two": power_of_two,
+    "Ray's prefix tree, defaults": lambda: ray_prefix(float("inf")),
+    "Ray's prefix tree, threshold 10": lambda: ray_prefix(10),
+    "prefix under a load bound": prefix,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--chats", type=int, default=1500)
+    parser.add_argument("--rate", type=float, default=6.0, help="new chats per second")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    table: dict[str, dict[str, float]] = {}
+    print(f"{'':34}{'hit rate':>10}{'TTFT p50':>10}{'p99 ms':>10}{'max/mean load':>15}")
+    for name, make in ROUTERS.items():
+        runs = [simulate(make(), options.replicas, options.chats, options.rate, s) for s in range(options.seeds)]
+        row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        table[name] = row
+        print(
+            f"{name:34}{row['hit_rate']:10.2f}{row['ttft_p50_ms']:10.0f}{row['ttft_p99_ms']:10.0f}"
+            f"{row['imbalance']:15.2f}",
+            flush=True,
+        )
+    costs = {replicas: decision_cost(replicas) for replicas in (1, 4, 16, 64)}
+    print("µs per decision:", ", ".join(f"{n} replicas {cost:.0f}" for n, cost in costs.items()))
+    print(json.dumps({"table": table, "decision_us": costs}))
+
+
+if __name__ == "__main__":
+    main()

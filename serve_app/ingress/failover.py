@@ -1,0 +1,99 @@
+"""An answer outlives its replica: when that is lost, the job goes to another one, behind the tokens already sent.
+
+A job of which nothing was sent yet starts anew; that covers every answer that does not stream. How often is bounded,
+because the request itself may be what ends replicas.
+
+What this module does not do: choose the replica, or notice that one hangs (Serve's health checks end those).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from serve_app.config import IngressConfig
+from serve_app.engines.base import ModelInfo
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.ingress.backend import Backend
+from serve_app.metrics import GatewayMetrics
+from serve_app.protocol import Item, Job, Progress, merge
+
+logger = logging.getLogger("ray.serve.ddtree.ingress")
+# What a lost replica and one that was told to go leave behind.
+LOST_CODES = ("replica_lost", "aborted")
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
+
+
+def may_resume(job: Job, info: ModelInfo, policy: IngressConfig) -> bool:
+    """Whether a job of which tokens were sent may go on elsewhere. Fresh randomness continues an unseeded sample as
+    well as the old would have; a seed promises one text, which the engine must be able to keep."""
+    sampling = job.requests[0].sampling
+    if policy.resume == "never" or info.continues == "none":
+        return False
+    if sampling.temperature == 0:
+        return True
+    return policy.resume == "all" and (sampling.seed is None or info.continues == "seeded")
+
+
+@dataclass(frozen=True)
+class Failover:
+    """Runs jobs over `backend`, across lost replicas."""
+
+    backend: Backend
+    policy: IngressConfig
+    metrics: GatewayMetrics
+
+    async def items(self, job: Job, info: ModelInfo) -> AsyncIterator[Item]:
+        """The job's items, whichever replicas they come from. While the others are full a resumed job waits: its
+        client already has a part of the answer. The reader's deadline bounds everything.
+
+        Raises:
+            NotReady (`replica_lost`, `aborted`) where the job may not go on; EngineFailed (`replica_lost`, not to be
+            retried) where it lost more replicas than policy allows; whatever the backend raises otherwise.
+        """
+        parts: list[Progress] = []
+        lost, wait_s = 0, 0.0
+        while True:
+            sent = merge(job.choices, parts) if parts else ()
+            try:
+                async for item in _attempt(self.backend, replace(job, sent=sent)):
+                    if wait_s:
+                        self.metrics.resumes.labels("resumed").inc()
+                        wait_s = 0.0
+                    parts.extend(item.progress)
+                    yield item
+                return
+            except ServeError as error:
+                if error.code in LOST_CODES:
+                    lost, wait_s = lost + 1, FIRST_WAIT_S
+                    self._go_on(error, lost, not parts or may_resume(job, info, self.policy))
+                    logger.warning("request %s lost its replica (%s), resuming: %d", job.id, error.code, lost)
+                elif lost and isinstance(error, (Overloaded, NotReady)):
+                    wait_s = min(max(2 * wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
+                else:
+                    raise
+            await asyncio.sleep(wait_s)
+
+    def _go_on(self, error: ServeError, lost: int, resumable: bool) -> None:
+        """Raises unless the job may be tried once more."""
+        if self.policy.resume == "never" or not resumable:
+            self.metrics.resumes.labels("refused").inc()
+            raise error
+        if lost > self.policy.max_resumes:
+            self.metrics.resumes.labels("exhausted").inc()
+            if lost == 1:
+                raise error
+            # Its own fault, perhaps: another try could end as many replicas again.
+            raise EngineFailed("Every replica that worked on this request was lost.", code="replica_lost")
+
+
+async def _attempt(backend: Backend, job: Job) -> AsyncIterator[Item]:
+    """Items of one replica. A lost replica is raised, also where it could still say so itself."""
+    async with contextlib.aclosing(backend.generate(job)) as items:  # type: ignore[type-var]
+        async for item in items:
+            if item.error is not None and (item.error.code in LOST_CODES or job.sent):
+                raise item.error
+            yield item

@@ -1,0 +1,201 @@
+"""Answers that go on when their replica is lost, over replicas in this process that break off where they are told."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.ingress.failover import may_resume
+from serve_app.ingress.generation import Gateway
+from serve_app.protocol import Item, Job
+from tests.conftest import chat
+from tests.direct import DirectBackend, direct_client, make_gateway
+
+LOST = NotReady("gone", code="replica_lost")
+
+
+class Mortal(DirectBackend):
+    """Breaks off attempt i after `lives[i]` items, with an error that may differ."""
+
+    def __init__(self, gateway: Gateway, lives: list[int], errors: dict[int, ServeError] | None = None) -> None:
+        super().__init__(gateway.backend.replica)  # type: ignore[attr-defined]
+        self.lives, self.errors, self.jobs = lives, errors or {}, list[Job]()
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        attempt = len(self.jobs)
+        self.jobs.append(job)
+        left = self.lives[attempt] if attempt < len(self.lives) else 10**9
+        async for item in super().generate(job):
+            if left == 0:
+                raise self.errors.get(attempt, LOST)
+            left -= 1
+            yield item
+
+
+async def run(
+    body: dict[str, Any], lives: list[int], errors: dict[int, ServeError] | None = None, **config: Any
+) -> tuple[Any, Mortal, Gateway]:
+    gateway = await make_gateway({"ingress": config, "model": {"id": body["model"]}})
+    gateway.backend = backend = Mortal(gateway, lives, errors)
+    async with direct_client(gateway) as client:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        response = await client.post(path, json=body)
+    return response, backend, gateway
+
+
+def events(response: Any) -> list[Any]:
+    lines = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
+    assert lines[-1] == "[DONE]" and lines.count("[DONE]") == 1
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def outcomes(gateway: Gateway) -> dict[str, float]:
+    return {
+        outcome: gateway.registry.get_sample_value("gateway_resumes_total", {"outcome": outcome}) or 0
+        for outcome in ("resumed", "refused", "exhausted")
+    }
+
+
+def stream(script: str, **fields: Any) -> dict[str, Any]:
+    return chat(script, stream=True, stream_options={"include_usage": True}, **fields)
+
+
+@pytest.mark.parametrize("life", [0, 1, 3, 5])
+async def test_the_events_are_those_of_an_undisturbed_run(life: int) -> None:
+    script = "a b c d e delay=0.01"
+    whole = events((await run(stream(script), []))[0])
+    broken = events((await run(stream(script), [life]))[0])
+    strip = [{k: v for k, v in event.items() if k not in ("id", "created")} for event in broken]
+    assert strip == [{k: v for k, v in event.items() if k not in ("id", "created")} for event in whole]
+
+
+async def test_usage_counts_the_prompt_once_and_every_token() -> None:
+    response, _, _ = await run(stream("a b c d e delay=0.01"), [2, 1])
+    assert events(response)[-1]["usage"]["completion_tokens"] == 5
+    assert events(response)[-1]["usage"]["prompt_tokens"] == 6
+
+
+async def test_id_and_time_stay() -> None:
+    response, _, _ = await run(stream("a b c delay=0.01"), [1])
+    assert len({(event["id"], event["created"]) for event in events(response)}) == 1
+
+
+async def test_a_character_in_two_halves_is_whole() -> None:
+    body = stream("bytes=61c3a962e282ac delay=0.01")
+    response, _, _ = await run(body, [1, 1])
+    said = "".join(e["choices"][0]["delta"].get("content", "") for e in events(response) if e["choices"])
+    assert said == "aéb€"
+
+
+async def test_log_probabilities_and_offsets_continue() -> None:
+    fields = {"logprobs": 0, "stream": True, "max_tokens": 16, "model": "fake"}
+    body = {"prompt": "bytes=61c3a962e282ac63 delay=0.01", **fields}
+    whole, broken = [events((await run(body, lives))[0]) for lives in ([], [2, 2])]
+
+    def offsets(those: list[Any]) -> list[int]:
+        return [o for e in those for o in e["choices"][0]["logprobs"]["text_offset"]]
+
+    assert offsets(broken) == offsets(whole)
+
+
+async def test_each_of_several_choices_goes_on() -> None:
+    response, backend, _ = await run(stream("a b c delay=0.01", n=3), [2])
+    said = {0: "", 1: "", 2: ""}
+    ends = []
+    for event in events(response):
+        for choice in event["choices"]:
+            said[choice["index"]] += choice["delta"].get("content", "")
+            ends += [choice["index"]] if choice["finish_reason"] else []
+    assert set(said.values()) == {"a b c"} and sorted(ends) == [0, 1, 2]
+    assert len(backend.jobs) == 2
+
+
+@pytest.mark.parametrize("prompts", [["a", "b c d delay=0.02"], ["a b delay=0.02", "c"]])
+async def test_a_finished_prompt_is_not_run_again(prompts: list[str]) -> None:
+    body = {"prompt": prompts, "stream": True, "model": "fake", "stream_options": {"include_usage": True}}
+    response, _, _ = await run(body, [2])
+    assert events(response)[-1]["usage"]["completion_tokens"] == sum(
+        1 for p in prompts for w in p.split() if len(w) == 1
+    )
+
+
+async def test_an_answer_that_does_not_stream_starts_anew() -> None:
+    response, backend, gateway = await run(chat("a b c"), [0, 0])
+    assert response.json()["choices"][0]["message"]["content"] == "a b c"
+    assert response.json()["usage"]["completion_tokens"] == 3
+    assert len(backend.jobs) == 3 and outcomes(gateway)["resumed"] == 1
+
+
+async def test_a_stream_loses_a_bounded_number_of_replicas() -> None:
+    response, backend, gateway = await run(stream("a b c d e f delay=0.01"), [1, 1, 1], max_resumes=2)
+    error = events(response)[-1]["error"]
+    assert (error["code"], error["type"]) == ("replica_lost", "server_error")
+    assert len(backend.jobs) == 3 and outcomes(gateway) == {"resumed": 2, "refused": 0, "exhausted": 1}
+
+
+async def test_a_request_that_ends_every_replica_is_not_to_be_retried() -> None:
+    response, _, _ = await run(chat("a b"), [0, 0, 0], max_resumes=2)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "replica_lost")
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_without_resumes_a_lost_answer_may_be_retried() -> None:
+    response, _, _ = await run(chat("a b"), [0], max_resumes=0)
+    assert (response.status_code, response.headers["x-should-retry"]) == (503, "true")
+
+
+async def test_where_policy_forbids_it_the_stream_ends_with_an_error() -> None:
+    response, backend, gateway = await run(stream("a b c delay=0.01"), [1], resume="never")
+    assert events(response)[-1]["error"]["code"] == "replica_lost"
+    assert len(backend.jobs) == 1 and outcomes(gateway)["refused"] == 1
+
+
+async def test_where_the_engine_cannot_keep_a_seed_the_stream_ends_with_an_error() -> None:
+    body = {**stream("a b c delay=0.01", seed=7), "model": "fake-greedy"}
+    assert events((await run(body, [1]))[0])[-1]["error"]["code"] == "replica_lost"
+
+
+async def test_a_replica_that_stops_hands_its_streams_on() -> None:
+    aborted = NotReady("stopping", code="aborted")
+    response, _, _ = await run(stream("a b c d delay=0.01"), [2], {0: aborted})
+    assert events(response)[-1]["usage"]["completion_tokens"] == 4
+
+
+async def test_while_the_others_are_full_a_resumed_stream_waits() -> None:
+    full = Overloaded("full")
+    response, backend, gateway = await run(stream("a b c d delay=0.01"), [2, 0, 0], {1: full, 2: full})
+    assert events(response)[-1]["usage"]["completion_tokens"] == 4
+    assert len(backend.jobs) == 4 and outcomes(gateway)["resumed"] == 1
+
+
+async def test_a_new_request_does_not_wait_for_room() -> None:
+    response, backend, _ = await run(chat("a"), [0], {0: Overloaded("full", retry_after=1)})
+    assert (response.status_code, len(backend.jobs)) == (503, 1)
+
+
+async def test_a_fault_of_the_engine_is_not_repeated() -> None:
+    response, backend, _ = await run(stream("a b c delay=0.01"), [1], {0: EngineFailed("no")})
+    assert events(response)[-1]["error"]["code"] == "engine_error" and len(backend.jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "continues", "resume", "allowed"),
+    [
+        (SamplingParams(temperature=0), "greedy", "greedy", True),
+        (SamplingParams(temperature=0, seed=1), "greedy", "greedy", True),
+        (SamplingParams(temperature=0), "none", "all", False),
+        (SamplingParams(temperature=0), "seeded", "never", False),
+        (SamplingParams(), "greedy", "all", True),
+        (SamplingParams(), "seeded", "greedy", False),
+        (SamplingParams(seed=1), "greedy", "all", False),
+        (SamplingParams(seed=1), "seeded", "all", True),
+    ],
+)
+async def test_what_may_go_on(sampling: SamplingParams, continues: Any, resume: str, allowed: bool) -> None:
+    gateway = await make_gateway({"ingress": {"resume": resume}})
+    info = ModelInfo("m", 16, 16, 1, continues=continues)
+    job = Job("j", 1, "m", True, True, False, (GenerateRequest("r", sampling, prompt="p"),))
+    assert may_resume(job, info, gateway.config.ingress) is allowed

@@ -1,0 +1,132 @@
+"""kill -9 of a replica's process while streams run, on real Serve with three replicas."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import FAKE_ENGINE, FULL, Served, chat, eventually, full_only, metric
+
+STREAMS = 200 if FULL else 50
+WORDS = "a b c d e f g h i j"
+REPEAT = 6
+
+
+@pytest.fixture(scope="module")
+def three(serve_app_factory: Callable[..., Served]) -> Served:
+    config = {
+        "model": {"id": "fake"},
+        "replica": {"num_replicas": 3, "num_cpus": 0.1, "health_check_period_s": 1, "health_check_timeout_s": 5},
+        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+    }
+    return serve_app_factory("three", config, FAKE_ENGINE)
+
+
+def pids(served: Served) -> dict[int, float]:
+    """Process of each living engine → its running requests."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = httpx.get(f"{served.url}/metrics", timeout=60, trust_env=False).text
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in ("fake_pid", "fake_running_requests"):
+                found.setdefault(sample.labels["replica"], {})[sample.name] = sample.value
+    return {int(values["fake_pid"]): values["fake_running_requests"] for values in found.values()}
+
+
+async def read(client: httpx.AsyncClient, url: str, stream: bool, seen: asyncio.Semaphore) -> Any:
+    """What one client got: its text, usage and error."""
+    body = chat(f"{WORDS} repeat={REPEAT} delay=0.05", temperature=0, stream=stream)
+    if not stream:
+        answer = (await client.post(url, json=body)).json()
+        return answer["choices"][0]["message"]["content"], answer["usage"], 1
+    text, usage, ends = "", None, 0
+    body["stream_options"] = {"include_usage": True}
+    async with client.stream("POST", url, json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if not line:
+                continue
+            assert ends == 0, "something came after [DONE]"
+            if line == "data: [DONE]":
+                ends += 1
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                text += choice["delta"].get("content", "")
+            seen.release()
+    return text, usage, ends
+
+
+async def kill_under_load(served: Served, stream: bool, how: signal.Signals = signal.SIGKILL) -> tuple[list[Any], int]:
+    """All answers, and the process that was signalled while they ran."""
+    seen = asyncio.Semaphore(0)
+    limits = httpx.Limits(max_connections=STREAMS)
+    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
+        url = f"{served.url}/v1/chat/completions"
+        readers = [asyncio.create_task(read(client, url, stream, seen)) for _ in range(STREAMS)]
+        if stream:
+            for _ in range(STREAMS * 5):
+                await seen.acquire()
+        else:
+            await asyncio.sleep(1.5)
+        running = await asyncio.to_thread(pids, served)
+        victim = max(running, key=lambda pid: running[pid])
+        assert running[victim] > 0
+        os.kill(victim, how)
+        async with asyncio.timeout(120):
+            return list(await asyncio.gather(*readers)), victim
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_no_answer_is_lost_with_its_replica(three: Served, stream: bool) -> None:
+    await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3, 90)
+    ok = {"route": "/v1/chat/completions", "status": "200"}
+    before = metric(three, "gateway_requests_total", **ok)
+    resumed = metric(three, "gateway_resumes_total", outcome="resumed")
+    answers, _ = await kill_under_load(three, stream)
+    words = " ".join([WORDS] * REPEAT)
+    tokens = len(words.split())
+    usage = {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}
+    assert [text for text, _, _ in answers] == [words] * STREAMS
+    assert [{k: u[k] for k in usage} for _, u, _ in answers] == [usage] * STREAMS
+    assert [ends for _, _, ends in answers] == [1] * STREAMS
+    assert metric(three, "gateway_requests_total", **ok) - before == STREAMS
+    assert metric(three, "gateway_resumes_total", outcome="resumed") > resumed
+    assert metric(three, "gateway_resumes_total", outcome="exhausted") == 0
+    assert metric(three, "gateway_inflight_requests") == 0
+    await asyncio.to_thread(eventually, lambda: sum(pids(three).values()) == 0, 30)
+
+
+def test_a_request_that_ends_its_replicas_ends_a_bounded_number(three: Served) -> None:
+    eventually(lambda: len(pids(three)) == 3, 90)
+    before = set(pids(three))
+    answer = httpx.post(
+        f"{three.url}/v1/chat/completions", json=chat("a b crash_at=1 delay=0.05"), timeout=120, trust_env=False
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "replica_lost")
+    assert answer.headers["x-should-retry"] == "false"
+    eventually(lambda: len(set(pids(three)) - before) == 3, 90)
+
+
+@full_only
+async def test_a_replica_that_freezes_is_replaced_and_its_streams_go_on(three: Served) -> None:
+    await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3, 90)
+    answers, frozen = await kill_under_load(three, True, signal.SIGSTOP)
+    try:
+        words = " ".join([WORDS] * REPEAT)
+        assert [text for text, _, _ in answers] == [words] * STREAMS
+        await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3 and frozen not in pids(three), 90)
+        await asyncio.to_thread(eventually, lambda: not os.path.exists(f"/proc/{frozen}"), 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(frozen, signal.SIGKILL)

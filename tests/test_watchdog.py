@@ -1,0 +1,89 @@
+"""When an engine counts as failed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from serve_app.config import load_config
+from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.errors import EngineFailed
+from serve_app.watchdog import Stuck, Watchdog, prove
+from tests.fake_engine import FakeEngine
+
+
+def make(**replica: Any) -> tuple[Any, Watchdog]:
+    config = load_config(
+        {"replica": {"stuck_after_s": 0.1, "warmup_grace_s": 0, "health_check_period_s": 0.1, **replica}}, use_env=False
+    )
+    engine = FakeEngine(config, CollectorRegistry())
+    return engine, Watchdog(engine, config.replica)
+
+
+async def test_an_engine_that_generates_is_well() -> None:
+    _, watchdog = make()
+    await watchdog.look()
+    assert watchdog.failure is None
+
+
+async def test_a_recent_token_is_proof_enough() -> None:
+    engine, _ = make()
+    request = GenerateRequest("r", SamplingParams(), prompt="a")
+    assert [chunk async for chunk in engine.submit(request)]
+    engine.health = None  # would fail
+    await prove(engine, 60, 0.1)
+
+
+async def test_an_engine_without_a_token_in_time_is_stuck() -> None:
+    engine, watchdog = make()
+    engine._broken = "stuck"
+    await watchdog.look()
+    assert isinstance(watchdog.failure, Stuck) and "0.1 s" in watchdog.failure.message
+
+
+async def test_within_its_grace_it_may_be_slow() -> None:
+    engine, watchdog = make(warmup_grace_s=60)
+    engine._broken = "stuck"
+    await watchdog.look()
+    assert watchdog.failure is None
+
+
+async def test_within_its_grace_it_may_not_be_dead() -> None:
+    engine, watchdog = make(warmup_grace_s=60)
+    engine._broken = "dead"
+    await watchdog.look()
+    assert isinstance(watchdog.failure, EngineFailed)
+
+
+async def test_a_later_token_is_a_recovery() -> None:
+    engine, watchdog = make()
+    engine._broken = "stuck"
+    await watchdog.look()
+    engine._broken = None
+    await watchdog.look()
+    assert watchdog.failure is None
+
+
+async def test_it_looks_by_itself_until_it_is_stopped() -> None:
+    engine, watchdog = make()
+    engine._broken = "dead"
+    watchdog.start()
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        if watchdog.failure is not None:
+            break
+    assert watchdog.failure is not None
+    await watchdog.stop()
+
+
+async def test_a_request_that_stalls_is_not_an_engine_that_does() -> None:
+    engine, watchdog = make()
+    request = GenerateRequest("r", SamplingParams(), prompt="a stall=60")
+    reader = asyncio.create_task(anext(engine.submit(request)))
+    await asyncio.sleep(0.05)
+    await watchdog.look()
+    assert watchdog.failure is None
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
