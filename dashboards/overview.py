@@ -21,6 +21,8 @@ from dashboards.promql import (
 )
 
 GENERATIONS = 'route=~"/v1/chat/completions|/v1/completions"'
+# Probes and scrapes come whether or not there are clients.
+CLIENTS = 'route=~"/v1/.*|/tokenize|/detokenize|unmatched"'
 FAILED = 'status=~"5.."'
 QUANTILES = (0.5, 0.95, 0.99)
 LOW_IS_GOOD = ((None, "green"), (0.01, "orange"), (0.05, "red"))
@@ -33,6 +35,10 @@ def percentiles(title: str, name: str, what: str, extra: str = "") -> Panel:
 
 def failed(by: str = "") -> str:
     return rate("gateway_requests_total", GATEWAY, by, f"{GENERATIONS},{FAILED}")
+
+
+def by_route(*extra: str) -> str:
+    return rate("gateway_requests_total", GATEWAY, "route", ",".join((CLIENTS, *extra)))
 
 
 GLANCE = [
@@ -59,7 +65,7 @@ GLANCE = [
 
 TRAFFIC = [
     Panel("timeseries", "Requests by status", "Finished requests. 499 is a client that left, 429 and 503 are refusals.",
-          [Query(rate("gateway_requests_total", GATEWAY, "route, status"), "{{status}} {{route}}")],
+          [Query(rate("gateway_requests_total", GATEWAY, "route, status", CLIENTS), "{{status}} {{route}}")],
           unit="reqps", stacked=True),
     Panel("timeseries", "Tokens", "Tokens delivered by verify steps and by prefill (each answer's first), and prompt "
           "tokens computed.",
@@ -83,9 +89,7 @@ LATENCY = [
 
 TROUBLE = [
     Panel("timeseries", "Errors by route", "Share of each route's requests that ended with a 5xx status.",
-          [Query(f"({rate('gateway_requests_total', GATEWAY, 'route', FAILED)} or 0 * "
-                 f"{rate('gateway_requests_total', GATEWAY, 'route')}) / "
-                 f"({rate('gateway_requests_total', GATEWAY, 'route')} > 0)", "{{route}}")],
+          [Query(f"({by_route(FAILED)} or 0 * {by_route()}) / ({by_route()} > 0)", "{{route}}")],
           unit="percentunit", width=6),
     Panel("timeseries", "Refused", "Requests refused before they ran, by reason. `overload`: add replicas or lower the "
           "demand; `deadline`: the queue is longer than clients wait.",

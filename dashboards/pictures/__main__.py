@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dashboards.pictures", description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090")
     parser.add_argument("--minutes", type=float, default=5, help="how far back (default: %(default)s)")
+    parser.add_argument("--end", type=float, default=time.time(), help="Unix time (default: now)")
     parser.add_argument("--rate-interval", default="15s")
     parser.add_argument("--out", type=Path, default=DOCS)
     options = parser.parse_args(argv)
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if chromium is None:
         print("error: no Chromium on the PATH", file=sys.stderr)
         return 1
-    end = time.time()
+    end = options.end
     start = end - 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
     for uid, board in boards().items():
