@@ -11,7 +11,7 @@ BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 
-.PHONY: serve test test-full lint bench setup model clean
+.PHONY: serve test test-full lint bench setup model dashboards monitor clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -55,6 +55,12 @@ lint: $(DEV)  ## ruff and mypy
 
 bench: $(BASE) model  ## tokens/s of the embedded engine, as ratios of one run
 	$(BIN)/python benchmarks/local_engine.py
+
+dashboards: $(BASE)  ## write the Grafana dashboards' JSON from their source
+	$(BIN)/python -m dashboards
+
+monitor: $(BASE)  ## run a Prometheus against the application on $(PORT)
+	$(BIN)/python -m deploy.monitoring.run --application http://127.0.0.1:$(PORT)
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

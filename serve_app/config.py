@@ -197,6 +197,23 @@ class MetricsConfig(_Frozen):
     scrape_timeout_s: float = Field(1, gt=0)
 
 
+class LogConfig(_Frozen):
+    """`format`: of every process's log. `prompts`: log prompts too, which by default no line contains."""
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    prompts: bool = False
+
+
+class TracingConfig(_Frozen):
+    """`endpoint`: base URL of an OTLP collector over HTTP, null for no tracing. `sample_ratio`: share of the traces
+    that begin here; a client's own decision is kept."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    sample_ratio: float = Field(1, ge=0, le=1)
+    service_name: str = Field("ddtree-serve", min_length=1)
+
+
 class Config(_Frozen):
     """The whole tree."""
 
@@ -210,6 +227,8 @@ class Config(_Frozen):
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
     metrics: MetricsConfig = MetricsConfig()
+    logging: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @model_validator(mode="after")
     def _speculation_needs_drafter(self) -> Config:

@@ -40,6 +40,9 @@ class DirectBackend:
     async def pages(self) -> dict[str, str]:
         return {}
 
+    async def targets(self) -> list[dict[str, Any]]:
+        return []
+
 
 def _value(reply: Reply) -> Any:
     if reply.error is not None:

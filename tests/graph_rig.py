@@ -28,7 +28,7 @@ class Rig:
             "fields": FIELDS,
             "max_context": MAX_CONTEXT,
             "capturer": RerunCapturer(),
-            "on_replay": lambda role, padding: self.counted.append(("replay", role, padding)),
+            "on_replay": lambda role, padding, size: self.counted.append(("replay", role, padding)),
             "on_fallback": lambda role, reason: self.counted.append(("fallback", role, reason)),
         }
         self.runner = GraphRunner(self.forward, **{**options, **overrides})

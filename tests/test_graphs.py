@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from serve_app.graphs import FallbackReason, ForwardBatch, GraphRunner, RerunCapturer
 from serve_app.metrics import EngineMetrics
-from tests.graph_rig import WIDTHS, Rig, assert_eager
+from tests.graph_rig import SIZES, WIDTHS, Rig, assert_eager
 from tests.test_graph_batch import assert_unchanged, snapshot
 from tests.toy_forward import FIELDS, ToyForward, changed, toy_batch
 
@@ -130,3 +130,13 @@ def test_counts_arrive_in_the_metrics() -> None:
     assert value("ddtree_graph_replays_total") == 1
     assert value("ddtree_graph_padding_rows_total") == 1
     assert value("ddtree_graph_fallbacks_total", reason="bs_exceeds_max") == 1
+
+
+def test_a_capture_says_what_it_made() -> None:
+    told: list[tuple[str, int, float, int]] = []
+    rig = Rig(on_capture=lambda *capture: told.append(capture), role="draft")
+    rig.runner.capture()
+    assert [(role, graphs, reserved) for role, graphs, _, reserved in told] == [
+        ("draft", len(SIZES) * len(WIDTHS), 0)
+    ] * 2
+    assert all(seconds > 0 for _, _, seconds, _ in told)

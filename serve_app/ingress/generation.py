@@ -23,8 +23,9 @@ from serve_app.ingress.backend import Backend
 from serve_app.ingress.failover import Failover
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
-from serve_app.metrics import GatewayMetrics
+from serve_app.metrics import GatewayMetrics, exemplar
 from serve_app.protocol import Item, Job, error_frames
+from serve_app.tracing import Tracer
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 STREAM_HEADERS = [
@@ -44,6 +45,7 @@ class Gateway:
     metrics: GatewayMetrics
     admission: Admission
     name: str = "ingress"
+    tracer: Tracer | None = None
     last_token_at: float | None = None
 
 
@@ -84,7 +86,7 @@ class Generation(Response):
         """Returns what is still to be sent as the last message."""
         gateway = self._gateway
         info = await gateway.backend.info()
-        job = replace(self._make_job(info), session=self._record.session)
+        job = replace(self._make_job(info), session=self._record.session, origin=self._record.origin())
         async with gateway.admission.slot(self._record.caller, self._record.priority):
             return await self._generate(job, info, send)
 
@@ -140,6 +142,7 @@ class Generation(Response):
     def _seen(self, item: Item, n: int) -> None:
         self._charge(item, n)
         now = time.monotonic()
+        self._record.tokens += item.tokens
         if item.tokens:
             self._gateway.last_token_at = now
         if not self._record.stream:
@@ -147,7 +150,7 @@ class Generation(Response):
         metrics, labels = self._gateway.metrics, (self._record.model, "true")
         if item.content and not self._record.has_content:
             self._record.has_content = True
-            metrics.ttft.labels(*labels).observe(now - self._record.started)
+            metrics.ttft.labels(*labels).observe(now - self._record.started, exemplar(self._record.request_id))
         elif self._record.has_content and item.tokens:
             itl = metrics.itl.labels(*labels)
             for _ in range(item.tokens):
@@ -166,7 +169,7 @@ class Generation(Response):
     def _fail(self, error: ServeError) -> None:
         self._doubt(error)
         self._record.error, self._record.status = error, error.status
-        self._gateway.metrics.stream_errors.labels(self._record.model).inc()
+        self._gateway.metrics.stream_errors.labels(self._record.model).inc(exemplar=exemplar(self._record.request_id))
 
 
 async def is_ready(gateway: Gateway) -> None:

@@ -1,10 +1,10 @@
 """Draft trees of a fixed size on the GPU, in SGLang's encoding, without a host loop or a synchronisation.
 
 One program per request walks the best-first order over the drafter's candidates: always the heaviest of "next sibling"
-and "first child" over all nodes taken so far, after the whole top-1 chain where that is asked for. The result is that of
-`serve_app.ddtree.tree`: the same nodes and links wherever no two weights are equal, and the same weights in any case
-(among equals, the earlier node's child, then its sibling, comes first). A node's index is above its parent's, so a causal
-bound on rows is safe.
+and "first child" over all nodes taken so far, after the whole top-1 chain where that is asked for. The result is the
+tree of `serve_app.ddtree.tree`: the same nodes and links wherever no two weights are equal, and the same weights in any
+case (among equals, the earlier node's child, then its sibling, comes first). A node's index is above its parent's, so a
+causal bound on rows is safe.
 
 Links, as SGLang's verify walks them: next_token is a node's first child, next_sibling the parent's next child, -1 for
 none; retrieve_index is the node's row in the flat batch.

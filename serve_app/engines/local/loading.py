@@ -82,6 +82,8 @@ def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetr
         longest = models.plan.depth + 1 if models.plan else 1
         metrics = EngineMetrics(registry, config.model.id, longest, [reason.value for reason in FallbackReason])
     runner = _runner(config, models, metrics)
+    if metrics is not None:
+        metrics.capacity(config.engine.max_running, config.engine.max_running * models.context)
     runner.capture()
     scheduler = Scheduler(config.engine.max_running, config.engine.prefill_chunk)
     return Parts(
@@ -143,8 +145,9 @@ def _runner(config: Config, models: _Models, metrics: EngineMetrics | None) -> M
         graphs=GraphOptions(
             _batch_sizes(slots),
             config.engine.cuda_graphs,
-            metrics.graph_replay if metrics else lambda role, padding: None,
+            metrics.graph_replay if metrics else lambda role, padding, size: None,
             metrics.graph_fallback if metrics else lambda role, reason: None,
+            metrics.graph_capture if metrics else lambda role, graphs, seconds, reserved: None,
         ),
     )
 

@@ -8,7 +8,8 @@ What this module does not do: schedule, build trees, sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +51,14 @@ class GraphOptions:
     """What the graphs of both models share.
 
     Attributes:
-        batch_sizes: to capture. enabled: whether to. on_replay, on_fallback: see `GraphRunner`.
+        batch_sizes: to capture. enabled: whether to. on_replay, on_fallback, on_capture: see `GraphRunner`.
     """
 
     batch_sizes: Sequence[int]
     enabled: bool
-    on_replay: Callable[[str, int], None]
+    on_replay: Callable[[str, int, int], None]
     on_fallback: Callable[[str, str], None]
+    on_capture: Callable[[str, int, float, int], None] = lambda role, graphs, seconds, reserved: None
 
     def runner(
         self,
@@ -76,6 +78,7 @@ class GraphOptions:
             enabled=self.enabled,
             on_replay=self.on_replay,
             on_fallback=self.on_fallback,
+            on_capture=self.on_capture,
         )
 
 
@@ -86,6 +89,9 @@ class ModelRunner:
         slots: KV slots, the probe's included. capacity: positions per slot, context plus margin.
         top_k: candidates per depth that a draft returns.
         widths, draft_widths: rows per request of verify steps and of drafts to capture.
+
+    Attributes:
+        eager_forwards: forwards so far that no graph served.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class ModelRunner:
         draft_widths: Sequence[int],
         graphs: GraphOptions,
     ) -> None:
+        self.eager_forwards = 0
+        graphs = replace(graphs, on_fallback=partial(self._fell_back, graphs.on_fallback))
         self.target, self.drafter, self._top_k = target, drafter, top_k
         self._device, self._capacity = target.device, capacity
         self._cache = self._new_cache(slots, target.shape)
@@ -118,6 +126,10 @@ class ModelRunner:
         fields["out_cache_loc"] = FieldSpec((spec.block_size,), fill=self._scratch)
         del fields["tree_mask"]
         self._draft_graphs = graphs.runner("draft", self._captured_draft, draft_widths, fields, self._device)
+
+    def _fell_back(self, tell: Callable[[str, str], None], role: str, reason: str) -> None:
+        self.eager_forwards += 1
+        tell(role, reason)
 
     def _new_cache(self, slots: int, shape: Shape) -> KVCache:
         sizes = (shape.layers, shape.kv_heads, shape.head_dim)

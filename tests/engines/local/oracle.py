@@ -83,7 +83,7 @@ class Rig:
         scheduler = Scheduler(slots, 32)
         options: dict[str, Any] = {
             "slots": slots + 1, "capacity": CONTEXT + 64, "top_k": TOP_K, "widths": [1], "draft_widths": [1],
-            "graphs": GraphOptions([1], False, lambda role, rows: None, lambda role, reason: None),
+            "graphs": GraphOptions([1], False, lambda role, rows, size: None, lambda role, reason: None),
         }  # fmt: skip
         runner = (ModelRunner if truth is None else OracleRunner)(target, None, **options)
         plan = None
