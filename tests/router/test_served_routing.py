@@ -6,13 +6,24 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Served
+from tests.conftest import Served, eventually
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. " * 20}
 
 
 def submits(served: Served) -> dict[str, float]:
-    """Requests that each replica got so far."""
+    """Requests that each of the two replicas got so far. One that is slow to be scraped is missing for a moment."""
+    seen: dict[str, float] = {}
+
+    def both() -> bool:
+        seen.update(scraped(served))
+        return len(seen) == 2
+
+    eventually(both, 60)
+    return seen
+
+
+def scraped(served: Served) -> dict[str, float]:
     text = httpx.get(f"{served.url}/metrics", timeout=30, trust_env=False).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {s.labels["replica"]: s.value for s in samples if s.name == "fake_submits_total"}
