@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m load_tests", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="one load, one report", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    run = commands.add_parser(
+        "run", help="one load, one report", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     run.set_defaults(do=_run)
     run.add_argument("--url", default="http://127.0.0.1:8000", help="a server on this machine")
     run.add_argument("--start", action="store_true", help="start the application for this run if none answers there")
@@ -43,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--shape", choices=SHAPES, default="constant")
     run.add_argument("--users", type=int, default=4, help="largest number of users (closed loop)")
     run.add_argument("--duration", type=float, default=60.0, help="seconds")
-    run.add_argument("--requests", type=int, help="end after so many conversations, if the duration does not come first")
+    run.add_argument(
+        "--requests", type=int, help="end after so many conversations, if the duration does not come first"
+    )
     run.add_argument("--step-users", type=int, default=1, help="users that each step adds")
     run.add_argument("--step", type=float, default=15.0, help="seconds of a step")
     run.add_argument("--rate", type=float, default=1.0, help="arrivals per second (poisson)")

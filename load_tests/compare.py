@@ -36,7 +36,9 @@ def load(path: Path) -> dict[str, Any]:
 def ratios(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, float, float, float | None]]:
     """(measure, first, second, second over first) of everything both measured."""
     a, b = flat(first["summary"]), flat(second["summary"])
-    return [(name, a[name], b[name], b[name] / a[name] if a[name] else None) for name in MEASURES if name in a and name in b]
+    return [
+        (name, a[name], b[name], b[name] / a[name] if a[name] else None) for name in MEASURES if name in a and name in b
+    ]
 
 
 def differences(first: Any, second: Any, path: str = "") -> Iterator[str]:
@@ -57,4 +59,6 @@ def text(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
         lines.append(f"{name:<28}{a:>12.4g}{b:>12.4g}{'–' if ratio is None else f'{ratio:.3f}':>9}")
     keys = ("config", "facts")
     apart = list(differences({key: first[key] for key in keys}, {key: second[key] for key in keys}))
-    return "\n".join([*lines, "", "the same setup" if not apart else "different setups:", *(f"  {line}" for line in apart)])
+    return "\n".join(
+        [*lines, "", "the same setup" if not apart else "different setups:", *(f"  {line}" for line in apart)]
+    )

@@ -105,7 +105,8 @@ def _state(recorder: Recorder, users: int) -> str:
     recent = [o for o in recorder.outcomes[-200:] if o.ok and o.started + o.end_s > recorder.now() - 10]
     tokens = sum(o.completion_tokens or 0 for o in recent)
     failed = sum(o.failure is not None for o in recorder.outcomes)
-    return f"users {users}, open {recorder.in_flight}, done {len(recorder.outcomes)}, failed {failed}, {tokens / 10:.0f} tok/s"
+    done = len(recorder.outcomes)
+    return f"users {users}, open {recorder.in_flight}, done {done}, failed {failed}, {tokens / 10:.0f} tok/s"
 
 
 def _watch_lag(recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""The closed loop for Locust's own command line and web page: `python -m locust -f load_tests/locustfile.py --host URL`.
+"""The closed loop for Locust's own command line and page: `python -m locust -f load_tests/locustfile.py --host URL`.
 
 What this module does not do: shapes, gate and report; those are `python -m load_tests run`.
 """

@@ -13,11 +13,11 @@ import matplotlib
 
 matplotlib.use("svg")
 
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from load_tests.summary import percentile  # noqa: E402
-from load_tests.timeline import Outcome  # noqa: E402
+from load_tests.summary import percentile
+from load_tests.timeline import Outcome
 
 BINS = 40
 

@@ -1,4 +1,4 @@
-"""A run as files: `report.json` for machines, `requests.csv` and `summary.csv` for spreadsheets, `report.html` for people.
+"""A run as files: report.json for machines, requests.csv and summary.csv for spreadsheets, report.html for people.
 
 What this module does not do: draw (see `plots`).
 """
@@ -70,7 +70,10 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     for title, picture in pictures.items():
         svg = picture.decode()
         parts.append(f"<h2>{_text(title)}</h2>{svg[svg.index('<svg') :]}")
-    parts += ["<h2>Configuration</h2>", f"<pre>{_text(json.dumps([report['config'], report['facts']], indent=1))}</pre>"]
+    parts += [
+        "<h2>Configuration</h2>",
+        f"<pre>{_text(json.dumps([report['config'], report['facts']], indent=1))}</pre>",
+    ]
     return _PAGE.format(body="\n".join(parts))
 
 
@@ -125,7 +128,8 @@ _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Load test</title>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }}
-table {{ border-collapse: collapse }} th, td {{ padding: .15rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
+table {{ border-collapse: collapse }}
+th, td {{ padding: .15rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
 th:first-child, td:first-child {{ text-align: left }} svg {{ max-width: 100%; height: auto }} pre {{ overflow: auto }}
 </style>
 {body}

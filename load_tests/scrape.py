@@ -45,7 +45,9 @@ def by_label(page: Page, name: str, *keys: str) -> dict[str, float]:
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Increase by key. A counter that fell belongs to a process that was replaced: it counts from zero."""
-    out = {key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value for key, value in after.items()}
+    out = {
+        key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value for key, value in after.items()
+    }
     return {key: value for key, value in out.items() if value}
 
 

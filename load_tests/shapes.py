@@ -1,7 +1,7 @@
 """How load goes over time: users of a closed loop as a function of time, or arrival times of an open loop.
 
-A closed loop's users wait for their answers, so a slow server is asked less; only an open loop shows what a service does
-to people who do not know each other. State an SLO for open loops.
+A closed loop's users wait for their answers, so a slow server is asked less; only an open loop shows what a service
+does to people who do not know each other. State an SLO for open loops.
 
 What this module does not do: know Locust; see `drive`.
 """
@@ -101,13 +101,10 @@ def read_trace(path: Path, speed: float = 1.0) -> list[TraceRow]:
             continue
         try:
             row = json.loads(line)
-            rows.append(
-                TraceRow(
-                    float(row["timestamp"]) / 1000 / speed, int(row["input_length"]), int(row["output_length"]),
-                    tuple(int(block) for block in row.get("hash_ids", ())),
-                )  # fmt: skip
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            blocks = tuple(int(block) for block in row.get("hash_ids", ()))
+            at_s = float(row["timestamp"]) / 1000 / speed
+            rows.append(TraceRow(at_s, int(row["input_length"]), int(row["output_length"]), blocks))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: not a row of a trace ({error})") from None
     if not rows:
         raise ValueError(f"{path} holds no requests")

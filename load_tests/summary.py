@@ -94,7 +94,5 @@ def levels(
 
 def knee(rows: Sequence[dict[str, Any]]) -> int | None:
     """Users at which throughput over mean latency, Kleinrock's power, is largest; None where nothing completed."""
-    power = {
-        row["users"]: row["output_tok_per_s"] / row["e2e_s"]["mean"] for row in rows if row["e2e_s"] is not None
-    }
+    power = {row["users"]: row["output_tok_per_s"] / row["e2e_s"]["mean"] for row in rows if row["e2e_s"] is not None}
     return max(power, key=lambda users: power[users]) if power else None

@@ -85,6 +85,7 @@ def facts(base: str) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Of the checkout this runs from; `+` marks uncommitted changes."""
+
     def git(*arguments: str) -> str:
         where = Path(__file__).resolve().parent
         return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout

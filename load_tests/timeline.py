@@ -1,7 +1,7 @@
 """One answer as its reader sees it: lines of an event stream with their arrival times → an `Outcome`.
 
-Failures are found here and not left to the HTTP client: a stream that ends cleanly but early looks like success to every
-client library.
+Failures are found here and not left to the HTTP client: a stream that ends cleanly but early looks like success to
+every client library.
 
 What this module does not do: read sockets or clocks; both are handed in.
 """

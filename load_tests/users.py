@@ -25,6 +25,8 @@ from load_tests.workloads import Ask
 
 PATH = "/v1/chat/completions"
 MAX_IN_FLIGHT = 4096
+# Locust counts its own time limit among the errors of a connection; here it is told apart.
+BROKEN = tuple(kind for kind in FAILURE_EXCEPTIONS if not issubclass(kind, gevent.Timeout))
 
 
 class _Client(FastHttpUser):
@@ -38,7 +40,9 @@ class _Client(FastHttpUser):
         # A redirect could lead off this machine.
         self.client.client.redirect_response_codes = frozenset()
 
-    def ask(self, ask: Ask, messages: list[dict[str, str]] | None = None, *, users: int, late_s: float = 0.0) -> Outcome:
+    def ask(
+        self, ask: Ask, messages: list[dict[str, str]] | None = None, *, users: int, late_s: float = 0.0
+    ) -> Outcome:
         """Send one request and read its answer. Never raises but for the end of this greenlet."""
         recorder = self.load.recorder
         data = json.dumps(ask.body(self.load.model, messages)).encode()
@@ -71,7 +75,7 @@ class _Client(FastHttpUser):
             outcome.request_id = str((response.headers or {}).get("x-request-id", ""))
             try:
                 self._read(ask, response, outcome, begin)
-            except FAILURE_EXCEPTIONS:
+            except BROKEN:
                 outcome.failure = outcome.failure or "cut"
             response.request_meta["response_time"] = 1e3 * (outcome.end_s or time.perf_counter() - begin)
             if outcome.failure is None:
@@ -81,7 +85,8 @@ class _Client(FastHttpUser):
 
     def _read(self, ask: Ask, response: Any, outcome: Outcome, begin: float) -> None:
         if not outcome.status:
-            outcome.failure = f"connection:{type(response.error).__name__}"
+            error = response.error
+            outcome.failure = "timeout" if isinstance(error, gevent.Timeout) else f"connection:{type(error).__name__}"
         elif outcome.status != 200:
             refused(outcome, bytes(response.content or b""), time.perf_counter() - begin)
         elif not ask.stream:
@@ -104,7 +109,7 @@ class _Client(FastHttpUser):
                     break
             if reader.done:
                 source.read()  # the end of the chunked body, so that the connection can serve again
-        except FAILURE_EXCEPTIONS:
+        except BROKEN:
             pass  # `finish` sees that the end is missing
         reader.finish(time.perf_counter() - begin)
 

@@ -125,7 +125,7 @@ def code(source: Source) -> Ask:
 
 
 def abandon(source: Source) -> Ask:
-    """The reader leaves long before the end. Nothing may end such an answer early, or the books could not be checked."""
+    """The reader leaves long before the end, which nothing may bring nearer, or the books could not be checked."""
     after = source.rng.randint(1, 6)
     return Ask("abandon", _user(source.question()), 2000, abandon_after=after, ignore_eos=True)
 
