@@ -11,8 +11,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
+LOAD := $(VENV)/.load
+# The laptop's load: small lengths, few users. LOAD_ARGS adds to it: make load LOAD_ARGS="--shape steps --users 8"
+LOAD_RUN := --scale 0.35 --users 4 --duration 60 --goodput ttft=2.0,tpot=0.25 --out load-report
 
-.PHONY: serve test test-full lint bench setup model clean
+.PHONY: serve test test-full lint bench load soak setup model clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -56,6 +59,16 @@ lint: $(DEV)  ## ruff and mypy
 
 bench: $(BASE) model  ## tokens/s of the embedded engine, as ratios of one run
 	$(BIN)/python benchmarks/local_engine.py
+
+$(LOAD): pyproject.toml $(BASE)
+	$(BIN)/python -m pip install -q -e ".[load]"
+	@touch $@
+
+load: $(LOAD) model  ## load the server on $(PORT), or one started for it; report in load-report/
+	$(BIN)/python -m load_tests run --start --url http://127.0.0.1:$(PORT) $(LOAD_RUN) $(LOAD_ARGS)
+
+soak: $(LOAD) model  ## half an hour of load with killed replicas, readers who leave and invalid bodies
+	$(BIN)/python -m load_tests soak $(SOAK_ARGS)
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

@@ -64,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     pair.set_defaults(do=_compare)
     pair.add_argument("first", type=Path)
     pair.add_argument("second", type=Path)
+    long = commands.add_parser("soak", help="load and chaos against a server of its own")
+    long.set_defaults(do=_soak)
+    long.add_argument("--duration", type=float, default=1800.0, help="seconds; at least one round of each kind runs")
+    long.add_argument("--round", type=float, default=30.0, help="seconds of load in a round")
+    long.add_argument("--users", type=int, default=4)
+    long.add_argument("--seed", type=int, default=1)
+    long.add_argument("--out", type=Path, default=Path("load-report"))
     return parser
 
 
@@ -128,6 +135,12 @@ def _save(out: Path, report: dict[str, Any], result: Any) -> None:
 def _compare(options: argparse.Namespace) -> int:
     print(compare.text(compare.load(options.first), compare.load(options.second)))
     return 0
+
+
+def _soak(options: argparse.Namespace) -> int:
+    from load_tests.soak import soak
+
+    return soak(options.duration, options.round, options.users, options.out, options.seed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 NAMES = (
     "ddtree_acceptance_length_sum", "ddtree_acceptance_length_count", "ddtree_emitted_tokens_total",
     "ddtree_graph_replays_total", "ddtree_graph_fallbacks_total", "ddtree_running_requests", "ddtree_queued_requests",
-    "ddtree_kv_tokens_used", "gateway_inflight_requests", "gateway_requests_total",
+    "ddtree_kv_tokens_used", "ddtree_requests_total", "gateway_inflight_requests", "gateway_requests_total",
 )  # fmt: skip
 _SAMPLE = re.compile(rf"^({'|'.join(NAMES)})(?:\{{(.*?)\}})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

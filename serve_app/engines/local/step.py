@@ -75,6 +75,7 @@ class Stepper:
             self.faults += 1
             for sequence in sequences:
                 if self.scheduler.remove(sequence):
+                    self._count(sequence, "error")
                     sequence.sink(EngineFailed(f"generation failed: {type(error).__name__}"))
 
     # -- prefill ---------------------------------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class Stepper:
             logprobs = token_logprobs(rows[:kept], tokens, sequence.params.logprobs, self._vocabulary)
         if ending is not None:
             self.scheduler.remove(sequence)
+            self._count(sequence, ending.reason)
         sequence.sink(
             Chunk(
                 sequence.index,
@@ -161,8 +163,13 @@ class Stepper:
         # No step may follow that would report it.
         self._report_load()
         ending = Ending("abort")
+        self._count(sequence, ending.reason)
         sequence.sink(Chunk(sequence.index, (), "", None, ending.reason, None, _usage(sequence)))
         return True
+
+    def _count(self, sequence: Sequence, outcome: str) -> None:
+        if self._metrics is not None and not sequence.probe:
+            self._metrics.ended(outcome)
 
 
 def _usage(sequence: Sequence) -> Usage:
