@@ -1,6 +1,6 @@
 """Our load test beside AIPerf: the same prompts, the same server, in turns in one run; prints theirs over ours.
 
-    python benchmarks/load_agreement.py --url http://127.0.0.1:8000 --aiperf PATH [--requests 24] [--concurrency 1 4]
+    python benchmarks/load_agreement.py --aiperf PATH [--url http://127.0.0.1:8000] [--concurrency 1 4]
 
 AIPerf is not among the requirements; install `aiperf` into an environment of its own and name its command. The
 acceptance length is counted three times: from the chunks our client read, from those AIPerf read, and by the server.
@@ -23,11 +23,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from load_tests.target import check_loopback, facts, get, model_of
+from load_tests.target import check_loopback, facts, get, model_of, started
 from load_tests.workloads import draw
+from serve_app.models.cache import cache_root
 
 MEASURES = ("ttft_p50_s", "ttft_mean_s", "tpot_mean_s", "tok_per_s", "acceptance")
 Numbers = dict[str, float]
+# Its own packages, not ours; and it finds a local tokenizer only while the hub is not declared offline.
+APART = ("PYTHONPATH", "HF_HUB_OFFLINE")
 
 
 def counters(base: str) -> tuple[float, float]:
@@ -53,7 +56,7 @@ def ours(base: str, seed: int, requests: int, users: int) -> Numbers:
     }  # fmt: skip
 
 
-def theirs(command: Path, base: str, model: str, seed: int, requests: int, users: int) -> Numbers:
+def theirs(command: Path, tokenizer: Path, base: str, model: str, seed: int, requests: int, users: int) -> Numbers:
     asks = list(islice(draw({"fixed": 1}, seed), requests))
     body = asks[0].body(model)
     extra = {"temperature": 0, "ignore_eos": True, "min_tokens": body["min_tokens"], "max_tokens": body["max_tokens"]}
@@ -65,10 +68,10 @@ def theirs(command: Path, base: str, model: str, seed: int, requests: int, users
              "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
              "--dataset-sampling-strategy", "sequential", "--request-count", str(requests),
              "--concurrency", str(users), "--extra-inputs", json.dumps(extra), "--use-server-token-count",
-             "--tokenizer", "builtin", "--ui", "none", "--output-artifact-dir", out, "--no-server-metrics",
+             "--tokenizer", str(tokenizer), "--ui", "none", "--output-artifact-dir", out, "--no-server-metrics",
              "--no-gpu-telemetry"],
             capture_output=True, text=True, timeout=1800, check=False,
-            env={**os.environ, "NO_PROXY": "127.0.0.1,localhost"},
+            env={name: value for name, value in os.environ.items() if name not in APART},
         )  # fmt: skip
         if done.returncode:
             raise SystemExit(f"AIPerf failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -93,35 +96,47 @@ def median(rounds: list[Numbers]) -> Numbers:
     return {name: statistics.median(numbers[name] for numbers in rounds) for name in MEASURES}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--aiperf", type=Path, required=True, help="its command")
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    base = check_loopback(options.url)
+def in_turns(options: argparse.Namespace, base: str) -> dict[str, Any]:
+    """Prints a table; returns every round."""
     model = model_of(base)
     report: dict[str, Any] = {"facts": facts(base), "requests": options.requests}
     ours(base, 1, 2, 1)
     print(f"{'streams':>7} {'measure':>12} {'ours':>10} {'AIPerf':>10} {'ratio':>7} {'server':>8}")
-    bar = tqdm(total=2 * options.rounds * len(options.concurrency), unit="run", file=sys.stderr)
-    for users in options.concurrency:
-        mine, other, before = [], [], counters(base)
-        for _ in range(options.rounds):
-            # In turns, so that a slow minute of the machine falls on both.
-            mine.append(ours(base, 1, options.requests, users))
-            bar.update()
-            other.append(theirs(options.aiperf, base, model, 1, options.requests, users))
-            bar.update()
-        tokens, steps = (after - old for after, old in zip(counters(base), before, strict=True))
-        a, b = median(mine), median(other)
-        report[str(users)] = {"ours": mine, "theirs": other, "server_acceptance": tokens / steps}
-        for name in MEASURES:
-            server = f"{tokens / steps:8.3f}" if name == "acceptance" else ""
-            print(f"{users:>7} {name:>12} {a[name]:>10.4f} {b[name]:>10.4f} {b[name] / a[name]:>7.3f} {server}")
-    bar.close()
+    with tqdm(total=2 * options.rounds * len(options.concurrency), unit="run", file=sys.stderr) as bar:
+        for users in options.concurrency:
+            mine, other, before = [], [], counters(base)
+            for _ in range(options.rounds):
+                # In turns, so that a slow minute of the machine falls on both.
+                mine.append(ours(base, 1, options.requests, users))
+                bar.update()
+                other.append(theirs(options.aiperf, options.tokenizer, base, model, 1, options.requests, users))
+                bar.update()
+            tokens, steps = (after - old for after, old in zip(counters(base), before, strict=True))
+            served = tokens / steps if steps else float("nan")
+            report[str(users)] = {"ours": mine, "theirs": other, "server_acceptance": served}
+            a, b = median(mine), median(other)
+            for name in MEASURES:
+                third = f"{served:8.3f}" if name == "acceptance" else ""
+                print(f"{users:>7} {name:>12} {a[name]:>10.4f} {b[name]:>10.4f} {b[name] / a[name]:>7.3f} {third}")
+            sys.stdout.flush()
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a server on this machine; without it one is started")
+    parser.add_argument("--aiperf", type=Path, required=True, help="its command")
+    default = cache_root() / "models" / "smollm2-135m"
+    parser.add_argument("--tokenizer", type=Path, default=default, help="a directory; AIPerf wants one (%(default)s)")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.url:
+        report = in_turns(options, check_loopback(options.url))
+    else:
+        with started() as (base, _):
+            report = in_turns(options, base)
     print(json.dumps(report))
 
 

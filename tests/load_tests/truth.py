@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 WORDS = ("ok", "cut", "no_done", "no_usage", "empty", "error_frame", "refuse", "garbage", "hang", "not_json")
+ENVELOPE = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "truth"}
 
 
 class Truth:
@@ -79,7 +80,7 @@ class Truth:
         if word == "error_frame":
             self._event(writer, {"error": {"message": "broke", "code": "engine_error"}})
         elif word != "no_usage":
-            self._event(writer, {"choices": [], "usage": usage})
+            self._event(writer, {**ENVELOPE, "choices": [], "usage": usage})
         if word != "no_done":
             self._send(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
@@ -96,7 +97,8 @@ class Truth:
             if word == "garbage" and number == 1:
                 self._send(writer, b"data: {no json\n\n")
             text = "" if word == "empty" else "w "
-            self._event(writer, {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]})
+            choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+            self._event(writer, {**ENVELOPE, "choices": [choice]})
             await writer.drain()
         return times
 
