@@ -21,7 +21,7 @@ from load_tests import books, scrape
 from load_tests.chaos import Vandal, kill
 from load_tests.processes import Sample, engines, sample
 from load_tests.shapes import Shape
-from load_tests.target import facts, get, model_of, started
+from load_tests.target import TargetError, facts, get, model_of, started
 from load_tests.workloads import draw, parse_mix
 
 KINDS = ("calm", "rough", "deadly")
@@ -62,7 +62,8 @@ def soak(duration_s: float, round_s: float, users: int, out: Path, seed: int = 1
     rounds: list[Round] = []
     with started(env=ENV) as (base, root), tqdm(total=round(duration_s), unit="s", file=sys.stderr) as bar:
         about, model = facts(base), model_of(base)
-        _whole(base, root, SETTLE_S)
+        if not _whole(base, root, RECOVER_S):
+            raise TargetError(f"the stack did not have {REPLICAS} replicas within {RECOVER_S:g} s")
         begin = time.monotonic()
         while (passed := time.monotonic() - begin) < duration_s or len(rounds) < len(KINDS) + 1:
             kind = KINDS[len(rounds) % len(KINDS)]
