@@ -90,6 +90,13 @@ def test_measured_counts_and_times_are_the_servers(truth: Callable[..., str], ru
         assert 0.5 < float(row["tpot_s"]) * 21 / (times[-1] - times[0]) < 50
 
 
+def test_what_is_still_open_at_the_end_is_a_failure(truth: Callable[..., str], run: Run) -> None:
+    url = truth("--script", "hang", "--chunks", "4", "--gap", "0.01")
+    code, report = run(url, "--mix", "fixed", "--users", "2", "--duration", "1", "--drain", "1", "--timeout", "100")
+    assert report["summary"]["failures"] == {"unfinished": 2}
+    assert code == 1
+
+
 def test_conversations_and_readers_who_leave(truth: Callable[..., str], run: Run) -> None:
     url = truth("--chunks", "8", "--gap", "0.01")
     code, report = run(url, "--mix", "multi_turn=1,abandon=1", "--users", "4", "--requests", "16", "--scale", "0.5")
