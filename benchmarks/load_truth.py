@@ -3,8 +3,8 @@
     python benchmarks/load_truth.py [--requests 64] [--users 1 8 32]
 
 Per request, what the load test measured against what the server did: time to first token, time per token, and the whole
-answer. An error is small when it is at most 2 ms or 2 %. The lag of the client's own event loop stands beside it: on a
-busy machine it is the larger part.
+answer. An error is small when it is at most 2 ms or 2 %. Two things stand beside it, since on a busy machine they are
+the larger part: the lag of the client's own event loop, and the error of a bare blocking socket in the same minute.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -53,6 +56,41 @@ def errors(rows: list[dict[str, str]], told: dict[str, Any]) -> dict[str, list[t
     return out
 
 
+def bare(url: str, requests: int) -> dict[str, list[tuple[float, float]]]:
+    """The least a client can do: one blocking socket, one request after another. Its error is the machine's."""
+    where = urlsplit(url)
+    body = json.dumps({"messages": [], "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-length: {len(body)}\r\n\r\n"
+    seen: dict[str, float] = {}
+    with socket.create_connection((where.hostname or "", where.port or 80)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(requests):
+            begin, got, first = time.perf_counter(), b"", None
+            connection.sendall(head.encode() + body)
+            while not got.endswith(b"0\r\n\r\n"):
+                got += connection.recv(65536)
+                if first is None and b"choices" in got:
+                    first = time.perf_counter() - begin
+            name = got.split(b"x-request-id: ")[1].split(b"\r\n")[0].decode()
+            seen[name] = first or 0.0
+    told = get_json(f"{url}/truth")
+    return {"ttft": [(at - told[name]["times"][0], told[name]["times"][0]) for name, at in seen.items()]}
+
+
+def show(users: str, name: str, pairs: list[tuple[float, float]], lag_ms: float) -> dict[str, float]:
+    """Prints one row and returns it."""
+    sizes = sorted(abs(error) for error, _ in pairs)
+    row = {
+        "ratio": sum(error + truth for error, truth in pairs) / sum(truth for _, truth in pairs),
+        "p50_ms": 1e3 * percentile(sizes, 50),
+        "p95_ms": 1e3 * percentile(sizes, 95),
+        "small": sum(abs(error) <= max(SMALL_S, SMALL_SHARE * truth) for error, truth in pairs) / len(pairs),
+        "lag_ms": lag_ms,
+    }
+    print(f"{users:>19}{name:>19}" + "".join(f"{number:>19.4f}" for number in row.values()))
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
@@ -68,14 +106,10 @@ def main() -> None:
     try:
         for users in tqdm(options.users, unit="run", file=sys.stderr):
             rows, run = measured(url, options.requests, users)
-            for name, pairs in errors(rows, get_json(f"{url}/truth")).items():
-                sizes = sorted(abs(error) for error, _ in pairs)
-                ratio = sum(error + truth for error, truth in pairs) / sum(truth for _, truth in pairs)
-                small = sum(abs(e) <= max(SMALL_S, SMALL_SHARE * t) for e, t in pairs) / len(pairs)
-                numbers = (1e3 * percentile(sizes, 50), 1e3 * percentile(sizes, 95), small)
-                lag = 1e3 * run["client_lag_s"]["p95"]
-                print(f"{users:>19}{name:>19}{ratio:>19.4f}" + "".join(f"{n:>19.3f}" for n in (*numbers, lag)))
-                report[f"{users}.{name}"] = {"ratio": ratio, "small": small, "p50_ms": numbers[0], "p95_ms": numbers[1]}
+            lag = 1e3 * run["client_lag_s"]["p95"]
+            for label, found in ((str(users), errors(rows, get_json(f"{url}/truth"))), ("bare", bare(url, 32))):
+                for name, pairs in found.items():
+                    report[f"{users}.{label}.{name}"] = show(label, name, pairs, lag)
             sys.stdout.flush()
     finally:
         server.kill()

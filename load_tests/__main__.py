@@ -93,13 +93,13 @@ def _run(options: argparse.Namespace) -> int:
     conditions = options.slo or list(slo.DEFAULT)
     for condition in conditions:
         slo.check(condition, {})  # readable, before anything runs
+    # Before anything starts a thread or a process: Locust patches the standard library.
+    from load_tests.drive import run
+    from load_tests.outcome_report import build
+    from load_tests.recorder import Load
+
     with _server(options.url, options.start) as base:
         model, about = model_of(base), facts(base)
-        # Not earlier: Locust patches the standard library, and the server was started with the real one.
-        from load_tests.drive import run
-        from load_tests.outcome_report import build
-        from load_tests.recorder import Load
-
         load = Load(
             model, draw(mix, options.seed, options.scale), budget=options.requests,
             request_timeout_s=options.timeout, api_key=options.api_key,
