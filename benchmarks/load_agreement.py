@@ -29,6 +29,8 @@ from serve_app.models.cache import cache_root
 
 MEASURES = ("ttft_p50_s", "ttft_mean_s", "tpot_mean_s", "tok_per_s", "acceptance")
 Numbers = dict[str, float]
+# Without a rate AIPerf 0.13 looks for a free place in a busy loop, on one of the server's cores. Per second.
+RATE = "20"
 # Its own packages, not ours; and it finds a local tokenizer only while the hub is not declared offline.
 APART = ("PYTHONPATH", "HF_HUB_OFFLINE")
 
@@ -67,7 +69,8 @@ def theirs(command: Path, tokenizer: Path, base: str, model: str, seed: int, req
             [str(command), "profile", "--model", model, "--url", base, "--endpoint-type", "chat", "--streaming",
              "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
              "--dataset-sampling-strategy", "sequential", "--request-count", str(requests),
-             "--concurrency", str(users), "--extra-inputs", json.dumps(extra), "--use-server-token-count",
+             "--concurrency", str(users), "--request-rate", RATE,
+             "--arrival-pattern", "constant", "--extra-inputs", json.dumps(extra), "--use-server-token-count",
              "--tokenizer", str(tokenizer), "--ui", "none", "--output-artifact-dir", out, "--no-server-metrics",
              "--no-gpu-telemetry"],
             capture_output=True, text=True, timeout=1800, check=False,
