@@ -10,8 +10,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
+LOAD := $(VENV)/.load
+# The laptop's load: small lengths, few users. LOAD_ARGS adds to it: make load LOAD_ARGS="--shape steps --users 8"
+LOAD_RUN := --scale 0.35 --users 4 --duration 60 --goodput ttft=2.0,tpot=0.25 --out load-report
 
-.PHONY: serve test test-full lint bench setup model dashboards monitor clean
+.PHONY: serve test test-full lint bench load soak setup model dashboards monitor clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -61,6 +64,16 @@ dashboards: $(BASE)  ## write the Grafana dashboards' JSON from their source
 
 monitor: $(BASE)  ## run a Prometheus against the application on $(PORT)
 	$(BIN)/python -m deploy.monitoring.run --application http://127.0.0.1:$(PORT)
+
+$(LOAD): pyproject.toml $(BASE)
+	$(BIN)/python -m pip install -q -e ".[load]"
+	@touch $@
+
+load: $(LOAD) model  ## load the server on $(PORT), or one started for it; report in load-report/
+	$(BIN)/python -m load_tests run --start --url http://127.0.0.1:$(PORT) $(LOAD_RUN) $(LOAD_ARGS)
+
+soak: $(LOAD) model  ## half an hour of load with killed replicas, readers who leave and invalid bodies
+	$(BIN)/python -m load_tests soak $(SOAK_ARGS)
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 RESUME_OUTCOMES = ("resumed", "refused", "exhausted")
+OUTCOMES = ("stop", "length", "abort", "error")
 REJECT_REASONS = ("auth", "rate", "overload", "invalid", "deadline")
 ROLES = ("target", "draft")
 PHASES = ("prefill", "draft", "verify", "accept")
@@ -70,6 +71,7 @@ class EngineMetrics:
         self._emitted = counter(
             "ddtree_emitted_tokens_total", "Tokens emitted, by prefill (the first) and by verify steps.", "phase"
         )
+        self._requests = counter("ddtree_requests_total", "Choices that ended, by how; no health probes.", "outcome")
         self._replays = counter("ddtree_graph_replays_total", "Forwards served by graph replay.", "role")
         self._fallbacks = counter(
             "ddtree_graph_fallbacks_total", "Forwards that ran eagerly, by the reason.", "role", "reason"
@@ -103,6 +105,8 @@ class EngineMetrics:
                 self._fallbacks.labels(model, role, reason)
         for phase in ("prefill", "verify"):
             self._emitted.labels(model, phase)
+        for outcome in OUTCOMES:
+            self._requests.labels(model, outcome)
         for depth in range(1, max_acceptance):
             self._depth.labels(model, str(depth))
 
@@ -127,6 +131,10 @@ class EngineMetrics:
         self._bonus.inc(emitted - kept)
         for depth in range(1, accepted + 1):
             self._depth.labels(self._model, str(depth)).inc()
+
+    def ended(self, outcome: str) -> None:
+        """One choice is over, as one of `OUTCOMES`."""
+        self._requests.labels(self._model, outcome).inc()
 
     def prefill(self, tokens: int, emitted: int) -> None:
         """Prompt tokens computed, and first tokens emitted by it."""

@@ -30,6 +30,7 @@ from serve_app.exposition import merge
 from serve_app.ingress.generation import Gateway, Generation, is_ready
 from serve_app.ingress.limits import bounded, deadline, read_body
 from serve_app.ingress.scope import Record, RequestScope
+from serve_app.ingress.server_info import server_info
 from serve_app.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -147,6 +148,12 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/version", responses=_answer(answers.Version))
     async def version() -> Response:
         return _json({"version": __version__})
+
+    @app.get("/server_info", responses=_answer(answers.ServerInfo) | _errors(503))
+    async def about(request: Request) -> Response:
+        """What benchmark tools ask for: the configuration, and each engine's mean acceptance length."""
+        info = await _short(gateway, request, gateway.backend.info)
+        return _json(server_info(gateway.config, info, (await _metrics(gateway)).decode()))
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

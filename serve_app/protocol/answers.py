@@ -90,6 +90,23 @@ class Status(BaseModel):
     status: Literal["ok"]
 
 
+class EngineState(BaseModel):
+    replica: str
+    verify_steps: int
+    avg_spec_accept_length: float | None
+
+
+class ServerInfo(BaseModel):
+    version: str
+    model_path: str
+    served_model_name: str
+    max_model_len: int
+    speculation: dict[str, Any]
+    engine: dict[str, Any]
+    num_replicas: int
+    internal_states: list[EngineState]
+
+
 class Version(BaseModel):
     version: str
 

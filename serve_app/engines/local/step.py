@@ -78,6 +78,7 @@ class Stepper:
             self.faults += 1
             for sequence in sequences:
                 if self.scheduler.remove(sequence):
+                    self._count(sequence, "error")
                     sequence.sink(EngineFailed(f"generation failed: {type(error).__name__}"))
 
     @contextlib.contextmanager
@@ -161,6 +162,7 @@ class Stepper:
             sequence.ledger.first_token_ns = time.time_ns()
         if ending is not None:
             self.scheduler.remove(sequence)
+            self._count(sequence, ending.reason)
         sequence.sink(
             Chunk(
                 sequence.index,
@@ -182,9 +184,14 @@ class Stepper:
         # No step may follow that would report it.
         self._report_load()
         ending = Ending("abort")
+        self._count(sequence, ending.reason)
         usage, trail = _usage(sequence), sequence.ledger.close()
         sequence.sink(Chunk(sequence.index, (), "", None, ending.reason, None, usage, trail=trail))
         return True
+
+    def _count(self, sequence: Sequence, outcome: str) -> None:
+        if self._metrics is not None and not sequence.probe:
+            self._metrics.ended(outcome)
 
 
 def _usage(sequence: Sequence) -> Usage:

@@ -70,6 +70,23 @@ async def test_closing_the_iterator_aborts(make_config: Make) -> None:
         await drained(engine)
 
 
+async def test_how_requests_ended_is_counted_and_probes_are_not(make_config: Make) -> None:
+    registry = CollectorRegistry()
+    async with running(make_config(), registry) as engine:
+        await engine.health()
+        await collect(engine, request("hi", max_tokens=3, ignore_eos=True))
+        stream = engine.submit(request("hi", **LONG))
+        await anext(stream)
+        await stream.aclose()
+        await drained(engine)
+        model = engine.info().id
+
+    def ended(outcome: str) -> float | None:
+        return registry.get_sample_value("ddtree_requests_total", {"model": model, "outcome": outcome})
+
+    assert [ended(outcome) for outcome in ("stop", "length", "abort", "error")] == [0, 1, 1, 0]
+
+
 async def test_cancelling_the_reader_aborts(make_config: Make) -> None:
     async with running(make_config()) as engine:
         task = asyncio.create_task(collect(engine, request("hi", **LONG)))

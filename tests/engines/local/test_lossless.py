@@ -108,4 +108,6 @@ def test_metrics_add_up_to_the_tokens_delivered(tiny: Path) -> None:
     assert verified == value("ddtree_accepted_tokens_total") + value("ddtree_bonus_tokens_total")
     assert value("ddtree_tree_nodes_total") == 12 * value("ddtree_verify_steps_total")
     assert value("ddtree_prefill_tokens_total") == sum(len(prompt) for prompt, _ in wanted)
+    ended = [value("ddtree_requests_total", outcome=outcome) for outcome in ("stop", "length")]
+    assert sum(ended) == len(wanted)
     assert value("ddtree_running_requests") == value("ddtree_kv_tokens_used") == 0

@@ -1,0 +1,121 @@
+"""How far our measuring is from the truth: a server that streams by a timetable and writes down what it did.
+
+    python benchmarks/load_truth.py [--requests 64] [--users 1 8 32]
+
+Per request, what the load test measured against what the server did: time to first token, time per token, and the whole
+answer. An error is small when it is at most 2 ms or 2 %. Two things stand beside it, since on a busy machine they are
+the larger part: the lag of the client's own event loop, and the error of a bare blocking socket in the same minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from load_tests.summary import percentile
+from load_tests.target import get_json
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL_S, SMALL_SHARE = 0.002, 0.02
+
+
+def measured(url: str, requests: int, users: int) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Rows of requests.csv, and the report."""
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run(
+            [sys.executable, "-m", "load_tests", "run", "--url", url, "--mix", "fixed", "--quiet", "--duration", "600",
+             "--requests", str(requests), "--users", str(users), "--out", out],
+            cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=900,
+        )  # fmt: skip
+        rows = list(csv.DictReader((Path(out) / "requests.csv").open()))
+        return rows, json.loads((Path(out) / "report.json").read_text())
+
+
+def errors(rows: list[dict[str, str]], told: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """measure → (error, truth) of each request, in seconds."""
+    out: dict[str, list[tuple[float, float]]] = {"ttft": [], "tpot": [], "last": []}
+    for row in rows:
+        truth = told[row["request_id"]]
+        first, last, tokens = truth["times"][0], truth["times"][-1], truth["tokens"]
+        per_token = (last - first) / (tokens - 1)
+        ttft, tpot = float(row["ttft_s"]), float(row["tpot_s"])
+        out["ttft"].append((ttft - first, first))
+        out["tpot"].append((tpot - per_token, per_token))
+        out["last"].append((ttft + tpot * (tokens - 1) - last, last))
+    return out
+
+
+def bare(url: str, requests: int) -> dict[str, list[tuple[float, float]]]:
+    """The least a client can do: one blocking socket, one request after another. Its error is the machine's."""
+    where = urlsplit(url)
+    body = json.dumps({"messages": [], "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-length: {len(body)}\r\n\r\n"
+    seen: dict[str, float] = {}
+    with socket.create_connection((where.hostname or "", where.port or 80)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(requests):
+            begin, got, first = time.perf_counter(), b"", None
+            connection.sendall(head.encode() + body)
+            while not got.endswith(b"0\r\n\r\n"):
+                got += connection.recv(65536)
+                if first is None and b"choices" in got:
+                    first = time.perf_counter() - begin
+            name = got.split(b"x-request-id: ")[1].split(b"\r\n")[0].decode()
+            seen[name] = first or 0.0
+    told = get_json(f"{url}/truth")
+    return {"ttft": [(at - told[name]["times"][0], told[name]["times"][0]) for name, at in seen.items()]}
+
+
+def show(users: str, name: str, pairs: list[tuple[float, float]], lag_ms: float) -> dict[str, float]:
+    """Prints one row and returns it."""
+    sizes = sorted(abs(error) for error, _ in pairs)
+    row = {
+        "ratio": sum(error + truth for error, truth in pairs) / sum(truth for _, truth in pairs),
+        "p50_ms": 1e3 * percentile(sizes, 50),
+        "p95_ms": 1e3 * percentile(sizes, 95),
+        "small": sum(abs(error) <= max(SMALL_S, SMALL_SHARE * truth) for error, truth in pairs) / len(pairs),
+        "lag_ms": lag_ms,
+    }
+    print(f"{users:>19}{name:>19}" + "".join(f"{number:>19.4f}" for number in row.values()))
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--users", type=int, nargs="+", default=[1, 8, 32])
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "tests.load_tests.truth", "--ttft", "0.1", "--gap", "0.04", "--chunks", "20"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+    report: dict[str, Any] = {}
+    head = ("users", "measure", "measured/true", "error p50, ms", "error p95, ms", "small", "client lag p95, ms")
+    print("".join(f"{name:>19}" for name in head))
+    try:
+        for users in tqdm(options.users, unit="run", file=sys.stderr):
+            rows, run = measured(url, options.requests, users)
+            lag = 1e3 * run["client_lag_s"]["p95"]
+            for label, found in ((str(users), errors(rows, get_json(f"{url}/truth"))), ("bare", bare(url, 32))):
+                for name, pairs in found.items():
+                    report[f"{users}.{label}.{name}"] = show(label, name, pairs, lag)
+            sys.stdout.flush()
+    finally:
+        server.kill()
+        server.communicate()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

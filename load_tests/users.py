@@ -1,0 +1,168 @@
+"""Locust users: a closed loop of people who wait for their answers, and the dispatcher of an open loop.
+
+Locust times a streamed request until its headers and counts an exception in a task as nothing at all; here the time is
+that of the last byte, and whatever goes wrong ends as a failure of that request.
+
+What this module does not do: decide what is asked, or whether an answer is whole (see `workloads`, `timeline`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import gevent
+from gevent.pool import Group
+from locust import FastHttpUser, constant, task
+from locust.contrib.fasthttp import FAILURE_EXCEPTIONS
+from locust.exception import StopUser
+
+from load_tests.recorder import Load
+from load_tests.timeline import Outcome, StreamReader, read_whole, refused
+from load_tests.workloads import Ask
+
+PATH = "/v1/chat/completions"
+MAX_IN_FLIGHT = 4096
+# Locust counts its own time limit among the errors of a connection; here it is told apart.
+BROKEN = tuple(kind for kind in FAILURE_EXCEPTIONS if not issubclass(kind, gevent.Timeout))
+
+
+class _Client(FastHttpUser):
+    """`environment.load` is the run's `Load`."""
+
+    abstract = True
+    network_timeout = connection_timeout = 600.0  # the run's own limit is shorter, and is told apart
+
+    def on_start(self) -> None:
+        self.load: Load = self.environment.load
+        # A redirect could lead off this machine.
+        self.client.client.redirect_response_codes = frozenset()
+
+    def ask(
+        self, ask: Ask, messages: list[dict[str, str]] | None = None, *, users: int, late_s: float = 0.0
+    ) -> Outcome:
+        """Send one request and read its answer. Never raises but for the end of this greenlet."""
+        recorder = self.load.recorder
+        data = json.dumps(ask.body(self.load.model, messages)).encode()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **ask.headers}
+        if self.load.api_key:
+            headers["Authorization"] = f"Bearer {self.load.api_key}"
+        outcome = Outcome(ask.workload, recorder.now(), users=users, late_s=late_s, stream=ask.stream)
+        recorder.opened()
+        begin = time.perf_counter()
+        try:
+            with gevent.Timeout(self.load.request_timeout_s):
+                self._exchange(ask, data, headers, outcome, begin)
+        except gevent.Timeout:
+            outcome.failure = "timeout"
+        except gevent.GreenletExit:
+            outcome.failure = "unfinished"
+            raise
+        except Exception as error:
+            outcome.failure = f"client:{type(error).__name__}"
+        finally:
+            outcome.end_s = outcome.end_s or time.perf_counter() - begin
+            recorder.closed(outcome)
+            self._tell_locust(outcome)
+        return outcome
+
+    def _exchange(self, ask: Ask, data: bytes, headers: Mapping[str, str], outcome: Outcome, begin: float) -> None:
+        sent: dict[str, Any] = {"data": data, "headers": dict(headers), "name": ask.workload}
+        with self.client.post(PATH, **sent, stream=True, catch_response=True) as response:
+            outcome.status = response.status_code
+            outcome.request_id = str((response.headers or {}).get("x-request-id", ""))
+            try:
+                self._read(ask, response, outcome, begin)
+            except BROKEN:
+                outcome.failure = outcome.failure or "cut"
+            response.request_meta["response_time"] = 1e3 * (outcome.end_s or time.perf_counter() - begin)
+            if outcome.failure is None:
+                response.success()
+            else:
+                response.failure(outcome.failure)
+
+    def _read(self, ask: Ask, response: Any, outcome: Outcome, begin: float) -> None:
+        if not outcome.status:
+            error = response.error
+            outcome.failure = "timeout" if isinstance(error, gevent.Timeout) else f"connection:{type(error).__name__}"
+        elif outcome.status != 200:
+            refused(outcome, bytes(response.content or b""), time.perf_counter() - begin)
+        elif not ask.stream:
+            read_whole(outcome, bytes(response.content), time.perf_counter() - begin)
+        else:
+            try:
+                self._read_stream(ask, response.stream, outcome, begin)
+            finally:
+                response.stream.release()  # closes the connection unless it was read to its end
+
+    def _read_stream(self, ask: Ask, source: Any, outcome: Outcome, begin: float) -> None:
+        reader = StreamReader(outcome)
+        try:
+            # Events end with \n; the client's default separator, \r\n, would find none.
+            while line := source.readline(b"\n"):
+                if reader.line(line, time.perf_counter() - begin):
+                    break
+                if ask.abandon_after is not None and outcome.frames >= ask.abandon_after:
+                    outcome.abandoned = True
+                    break
+            if reader.done:
+                source.read()  # the end of the chunked body, so that the connection can serve again
+        except BROKEN:
+            pass  # `finish` sees that the end is missing
+        reader.finish(time.perf_counter() - begin)
+
+    def _tell_locust(self, outcome: Outcome) -> None:
+        """Rows of Locust's own statistics beside the request itself."""
+        fire = self.environment.events.request.fire
+        for kind, value in (("TTFT", outcome.ttft_s), ("TPOT", outcome.tpot_s)):
+            if value is not None and outcome.ok:
+                fire(
+                    request_type=kind, name=outcome.workload, response_time=1e3 * value, response_length=0,
+                    exception=None, context={},
+                )  # fmt: skip
+
+
+class LoadUser(_Client):
+    """Asks, reads, asks again."""
+
+    wait_time = constant(0)
+
+    @task
+    def converse(self) -> None:
+        ask = self.load.next_ask()
+        if ask is None:
+            raise StopUser
+        messages = list(ask.messages)
+        for follow_up in (*ask.follow_ups, None):
+            outcome = self.ask(ask, messages, users=self.environment.runner.target_user_count)
+            if follow_up is None or outcome.failure is not None or self.load.stopping:
+                return
+            said = {"role": "assistant", "content": outcome.text}
+            messages += [said, {"role": "user", "content": follow_up}]
+            gevent.sleep(ask.think_s)
+
+
+class Dispatcher(_Client):
+    """Sends requests at given times, however many are still unanswered. `environment.arrivals`: (time, ask)."""
+
+    concurrency = MAX_IN_FLIGHT
+    wait_time = constant(0)
+
+    @task
+    def dispatch(self) -> None:
+        recorder, group = self.load.recorder, Group()
+        arrivals: Iterable[tuple[float, Ask]] = self.environment.arrivals
+        for at, ask in arrivals:
+            gevent.sleep(max(0.0, at - recorder.now()))
+            if self.load.stopping:
+                break
+            if recorder.in_flight >= MAX_IN_FLIGHT:
+                recorder.opened()
+                recorder.closed(Outcome(ask.workload, recorder.now(), failure="unsent"))
+                continue
+            late_s = recorder.now() - at
+            group.spawn(self.ask, ask, users=recorder.in_flight, late_s=late_s)
+        group.join()
+        raise StopUser
