@@ -95,8 +95,10 @@ def _acceptance(metrics: list[Mapping[str, Any]]) -> float:
     return tokens / sum(len(m["inter_chunk_latency"]["value"]) for m in metrics)
 
 
-def median(rounds: list[Numbers]) -> Numbers:
-    return {name: statistics.median(numbers[name] for numbers in rounds) for name in MEASURES}
+def best(rounds: list[Numbers]) -> Numbers:
+    """Of each measure the best round: what else runs on the machine only ever makes it worse."""
+    better = {"tok_per_s": max, "acceptance": statistics.median}
+    return {name: better.get(name, min)(numbers[name] for numbers in rounds) for name in MEASURES}
 
 
 def in_turns(options: argparse.Namespace, base: str) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def in_turns(options: argparse.Namespace, base: str) -> dict[str, Any]:
             tokens, steps = (after - old for after, old in zip(counters(base), before, strict=True))
             served = tokens / steps if steps else float("nan")
             report[str(users)] = {"ours": mine, "theirs": other, "server_acceptance": served}
-            a, b = median(mine), median(other)
+            a, b = best(mine), best(other)
             for name in MEASURES:
                 third = f"{served:8.3f}" if name == "acceptance" else ""
                 print(f"{users:>7} {name:>12} {a[name]:>10.4f} {b[name]:>10.4f} {b[name] / a[name]:>7.3f} {third}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from load_tests.workloads import DEFAULT_MIX, WORKLOADS, draw, parse_mix
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
+    # So that a server that was started here is stopped in every case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return int(options.do(options))
     except (TargetError, ValueError) as error:
