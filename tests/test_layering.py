@@ -35,6 +35,8 @@ ALLOWED = {
     "ingress": {"edge", "protocol", "engines.base", "exporter", "admission", "router"},
     "build": {"ingress", "replica", "exporter", "router", "engines.base", "topology"},
     "launch": {"build"},
+    "drain": set(),
+    "capacity": set(),
     "": {"build"},
 }
 
