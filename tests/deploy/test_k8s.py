@@ -216,6 +216,15 @@ def test_memory_limits_are_requests_and_hold_shared_memory(name: str) -> None:
 
 
 @each
+def test_ray_counts_the_cpus_that_a_pod_requests_and_they_suffice(name: str) -> None:
+    group, config = engine_pods(name), config_of(serve_config(name))
+    cpus = group["rayStartParams"]["num-cpus"]
+    assert cpus == group["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+    ingress = config.ingress.num_replicas * 1.0
+    assert config.replica.num_replicas * config.replica.num_cpus + ingress <= group["replicas"] * int(cpus)
+
+
+@each
 def test_the_head_serves_nothing(name: str) -> None:
     spec = ray_service(overlay(name))["spec"]
     head = spec["rayClusterConfig"]["headGroupSpec"]
