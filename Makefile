@@ -1,7 +1,6 @@
 # `make serve` and `make test` need nothing but Python 3.11 or 3.12; everything else is installed into $(VENV).
 VENV   ?= .venv
 PORT   ?= 8000
-MODEL  ?= smollm2-135m
 # The release tested here; any index that offers a CPU build of it saves gigabytes on machines without a GPU:
 # make serve PIP_EXTRA_INDEX_URL=<your CPU index>
 TORCH  ?= torch==2.13.0
@@ -12,7 +11,7 @@ BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 
-.PHONY: serve test test-full lint bench setup model clean
+.PHONY: serve test test-full lint bench setup model dashboards monitor clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -38,7 +37,7 @@ $(DEV): pyproject.toml $(BASE)
 setup: $(DEV)  ## create the environment with the development tools
 
 model: $(BASE)  ## fetch the laptop model into the cache
-	$(BIN)/python -m serve_app.models fetch $(MODEL)
+	$(BIN)/python -m serve_app.models fetch smollm2-135m
 
 serve: model  ## serve the laptop model on $(PORT)
 	$(BIN)/python -m serve_app.launch --port $(PORT)
@@ -56,6 +55,12 @@ lint: $(DEV)  ## ruff and mypy
 
 bench: $(BASE) model  ## tokens/s of the embedded engine, as ratios of one run
 	$(BIN)/python benchmarks/local_engine.py
+
+dashboards: $(BASE)  ## write the Grafana dashboards' JSON from their source
+	$(BIN)/python -m dashboards
+
+monitor: $(BASE)  ## run a Prometheus against the application on $(PORT)
+	$(BIN)/python -m deploy.monitoring.run --application http://127.0.0.1:$(PORT)
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_S, TOKENS_PER_STEP = 0.05, 4
@@ -87,8 +89,6 @@ def frame(text: str) -> bytes:
 def serve_bare(port: int) -> None:
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     async def chat(request: Request) -> Response:
@@ -116,8 +116,6 @@ def serve_bare(port: int) -> None:
 def serve_plain(port: int) -> None:
     from fastapi import FastAPI
     from ray import serve
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
 
     app = FastAPI()
 

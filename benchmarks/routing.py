@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
-from serve_app.router.prefixes import PrefixTable, blocks_of, home_key
+from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
 from serve_app.router.scoring import Candidate, Policy, rank
 
 CHARS_PER_TOKEN, CACHE_BLOCK_CHARS = 4, 64
@@ -140,7 +140,7 @@ def prefix() -> Router:
     def choose(request: GenerateRequest, fleet: list[Replica], ingress: int) -> Replica:
         by_name = {replica.name: replica for replica in fleet}
         blocks = blocks_of(request, 256)
-        overlaps = tables[ingress].overlaps(blocks, by_name)
+        overlaps = tables[ingress].overlaps(blocks, by_name, common_blocks(request, 256))
         candidates = [Candidate(r.name, r.ongoing, overlaps.get(r.name, 0.0)) for r in fleet]
         name = rank(candidates, home_key(request, ""), policy)[0]
         tables[ingress].sent(blocks, name)

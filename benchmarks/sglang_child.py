@@ -1,18 +1,22 @@
 """One SGLang engine in its own process, driven by JSON lines: requests on stdin, replies on stdout, logs on stderr.
 
 Requests: {"do": "generate", "prompts": [...], "params": {...}, "logprobs": n?}, {"do": "time", "prompts": [...],
-"params": {...}}, {"do": "metrics"}, {"do": "pool"}, {"do": "stop"}. Every reply has "ok"; a failure has "error".
+"params": {...}}, {"do": "traffic", …}, {"do": "profile", …}, {"do": "metrics"}, {"do": "pool"}, {"do": "stop"}. Every
+reply has "ok"; a failure has "error".
 
 What this program does not do: choose modes or judge results (`sglang_fleet`, the tests and the benchmark do).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import sys
 import time
 import traceback
+from collections import Counter
 from typing import Any
 
 
@@ -54,7 +58,7 @@ def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     results = []
     for output in outputs:
         meta = output["meta_info"]
-        kept = {"ids": output["output_ids"], "text": output["text"], "finish": meta["finish_reason"]}
+        kept = {"ids": output["output_ids"], "text": output.get("text"), "finish": meta["finish_reason"]}
         kept["prompt_tokens"], kept["cached"] = meta["prompt_tokens"], meta["cached_tokens"]
         kept["verify_steps"] = meta.get("spec_verify_ct", 0)
         if top is not None:
@@ -77,15 +81,80 @@ def timed(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def metrics(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The ddtree_* samples of all processes, summed by Prometheus's own merge."""
+def traffic(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Random requests from `workers` clients for `seconds`: greedy, sampled, constrained, some given up midway."""
+    counts: Counter[str] = Counter()
+    deadline = time.monotonic() + request["seconds"]
+
+    async def client(number: int) -> None:
+        rng = random.Random(number)
+        while time.monotonic() < deadline:
+            name, params = _any_params(rng, request)
+            ask = {
+                "prompt": rng.choice(request["prompts"]),
+                "sampling_params": params,
+                "rid": f"{number}-{rng.random()}",
+            }
+            leaves = rng.randrange(12) if rng.random() < 0.25 else None
+            counts[f"asked {name}"] += 1
+            outputs, last = await engine.async_generate(**ask, stream=True), None
+            try:
+                async for part in outputs:
+                    last = part
+                    if leaves is not None:
+                        leaves -= 1
+                        if leaves < 0:
+                            engine.tokenizer_manager.abort_request(ask["rid"])
+                            leaves = None
+                counts[last["meta_info"]["finish_reason"]["type"] if last else "nothing"] += 1
+            except Exception as error:
+                counts[f"{type(error).__name__}: {error}"[:200]] += 1
+
+    async def everyone() -> None:
+        await asyncio.gather(*(client(number) for number in range(request["workers"])))
+
+    engine.loop.run_until_complete(everyone())
+    return {"counts": counts}
+
+
+def _any_params(rng: random.Random, request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    kind = rng.choice(("greedy", "greedy", "sampled", "sampled", "json", "regex", "stop"))
+    params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice((1, 5, 20, 60, 200))}
+    if kind == "sampled":
+        params |= {"temperature": rng.choice((0.3, 0.8, 1.2)), "top_p": rng.choice((1.0, 0.9))}
+        params |= {"top_k": rng.choice((-1, 20)), "min_p": rng.choice((0.0, 0.05))}
+    elif kind == "json":
+        params["json_schema"] = request["schema"]
+    elif kind == "regex":
+        params["regex"] = request["regex"]
+    elif kind == "stop":
+        params["stop"] = [" the", "\n"]
+    return kind, params
+
+
+def profile(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """A kernel trace of the prompts, once warm, as files in `folder`."""
+    asked = {"prompts": request["prompts"], "params": request["params"]}
+    generate(engine, asked)
+    engine.start_profile(output_dir=request["folder"], activities=["GPU"], with_stack=False, record_shapes=False)
+    generate(engine, asked)
+    engine.stop_profile()
+    return {}
+
+
+def _registry() -> Any:
     from prometheus_client import CollectorRegistry
     from prometheus_client.multiprocess import MultiProcessCollector
 
     registry = CollectorRegistry()
     MultiProcessCollector(registry)
+    return registry
+
+
+def metrics(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The ddtree_* samples of all processes, summed by Prometheus's own merge."""
     samples = {}
-    for family in registry.collect():
+    for family in _registry().collect():
         if family.name.startswith("ddtree_"):
             for sample in family.samples:
                 labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k not in ("model", "pid"))
@@ -94,14 +163,27 @@ def metrics(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def pool(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Free KV slots as the scheduler reports them, after the prefix cache was dropped."""
+    """KV tokens and memory (GB) as the scheduler reports them, after the prefix cache was dropped."""
     engine.flush_cache()
     time.sleep(0.5)
-    state = engine.get_server_info()["internal_states"][0]
-    return {"state": {key: value for key, value in state.items() if isinstance(value, (int, float, str))}}
+    generate(engine, {"prompts": [[1]], "params": {"temperature": 0.0, "max_new_tokens": 1}})
+    time.sleep(0.5)
+    gauges = ("sglang:kv_available_tokens", "sglang:kv_evictable_tokens", "sglang:kv_used_tokens")
+    state: dict[str, Any] = {}
+    for family in _registry().collect():
+        if family.name in (*gauges, "sglang:max_total_num_tokens"):
+            state[family.name] = max(sample.value for sample in family.samples)
+    return {"state": state | engine.get_server_info()["internal_states"][0]["memory_usage"]}
 
 
-ACTIONS = {"generate": generate, "time": timed, "metrics": metrics, "pool": pool}
+ACTIONS = {
+    "generate": generate,
+    "time": timed,
+    "traffic": traffic,
+    "profile": profile,
+    "metrics": metrics,
+    "pool": pool,
+}
 
 if __name__ == "__main__":
     main()

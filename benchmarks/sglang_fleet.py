@@ -47,6 +47,7 @@ def engine_arguments(model: str, drafter: str, mode: str, **changes: Any) -> dic
         "grammar_backend": "none", "mem_fraction_static": 0.8, "max_total_tokens": 65536, "max_running_requests": 16,
         "cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True, "enable_metrics": True,
         "log_level": "info", "random_seed": 1, "skip_server_warmup": True,
+        "sleep_on_idle": True,  # the engines that are not asked leave the CPU to the one that is
     }  # fmt: skip
     if mode == "ar-eager":
         arguments["disable_cuda_graph"] = True

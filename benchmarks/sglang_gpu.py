@@ -3,7 +3,8 @@
     python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
-same command. A run is one mode, budget and batch size: greedy, `--tokens` per request, prompts of the chat kind.
+same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all.
+Beside the runs: where a DDTREE step's time goes, and the memory of its captured state.
 
 What this program does not do: check that the outputs are right (tests/gpu does).
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
+from benchmarks.sglang_trace import read_kernels, step_phases
 
 MODES = "ar,dflash,ddtree-8,ddtree-16,ddtree-32,ddtree-64,ar-eager"
 BATCHES = "1,2,4,8,16,32"
@@ -30,26 +33,40 @@ def machine() -> dict[str, Any]:
     """What the numbers hold for."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return {"gpu": gpu, **{name: version(name) for name in ("sglang", "torch", "triton")}}
+    trees = "spine first" if os.environ.get("SGLANG_DDTREE_SPINE_FIRST", "0") != "0" else "best first"
+    return {"gpu": gpu, **{name: version(name) for name in ("sglang", "torch", "triton")}, "trees": trees}
 
 
-def measure(child: Child, batch: int, tokens: int, repeats: int, left: float) -> dict[str, Any]:
-    """Medians over `repeats` of one batch decoded to `tokens` tokens each, after a warm-up of the same shape."""
+def measure(child: Child, batch: int, tokens: int, prompts: int, left: float) -> dict[str, Any]:
+    """`prompts` prompts in groups of `batch`, `tokens` tokens each, after a warm-up group."""
     params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    timings = []
-    for attempt in range(repeats + 1):
-        prompts = chat_prompts(200)[attempt * 32 : attempt * 32 + batch]
-        timing = child.ask("time", left, prompts=prompts, params=params)
-        timings.append(timing)
-    kept = sorted(timings[1:], key=lambda timing: timing["seconds"] / timing["tokens"])[repeats // 2]
-    steps = kept["longest_steps"] or tokens
-    lengths = [t["tokens"] / t["verify_steps"] for t in timings[1:] if t["verify_steps"]]
+    asked = chat_prompts(200)[:prompts]
+    groups = [asked[start : start + batch] for start in range(0, prompts, batch)]
+    child.ask("time", left, prompts=groups[-1], params=params)
+    timings = [child.ask("time", left, prompts=group, params=params) for group in groups]
+    seconds, made, steps, longest = (
+        sum(timing[key] for timing in timings) for key in ("seconds", "tokens", "verify_steps", "longest_steps")
+    )
     return {
-        "tok_s": round(kept["tokens"] / kept["seconds"], 1),
-        "tok_s_per_request": round(kept["tokens"] / kept["seconds"] / batch, 1),
-        "acceptance_length": round(sum(lengths) / len(lengths), 3) if lengths else 1.0,
-        "step_ms": round(1000 * kept["seconds"] / steps, 3),
+        "tok_s": round(made / seconds, 1),
+        "tok_s_per_request": round(made / seconds / batch, 1),
+        "acceptance_length": round(made / steps, 3) if steps else 1.0,
+        "step_ms": round(1000 * seconds / (longest or tokens * len(timings)), 3),
     }
+
+
+def phases(child: Child, batch: int, folder: Path, left: float) -> dict[str, float]:
+    """Milliseconds per phase of a step. The profiler slows the host: "wait" is longer than without it."""
+    params = {"temperature": 0.0, "max_new_tokens": 96, "ignore_eos": True}
+    child.ask("profile", left, prompts=chat_prompts(batch), params=params, folder=str(folder))
+    return step_phases(read_kernels(folder))
+
+
+def graph_state(log: Path) -> str | None:
+    """What DDTREE printed at its start about the memory of its captured state. (SGLang's own figures are differences of
+    free memory, which engines that start side by side blur.)"""
+    printed = [line for line in log.read_text().splitlines() if "graph state" in line]
+    return printed[-1].partition("graph state ")[2] if printed else None
 
 
 def fallbacks(child: Child, left: float) -> dict[str, float]:
@@ -67,16 +84,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--modes", default=MODES)
     parser.add_argument("--batches", default=BATCHES)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--stagger", type=float, default=45)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    result: dict[str, Any] = {"machine": machine(), "runs": []}
+    result: dict[str, Any] = {"machine": machine(), "runs": [], "phases_ms": {}, "graph_state": {}}
     if arguments.out.exists():
-        result["runs"] = json.loads(arguments.out.read_text())["runs"]
+        result |= json.loads(arguments.out.read_text())
     batches = [int(size) for size in arguments.batches.split(",")]
-    done = {(run["mode"], run["budget"], run["batch"]) for run in result["runs"]}
     children: dict[str, Child] = {}
     try:
         for name in arguments.modes.split(","):
@@ -86,27 +101,50 @@ def main() -> None:
             if len(children) == 1:
                 time.sleep(arguments.stagger)  # the others then find its compiled kernels
         for name, child in children.items():
-            child.wait_ready(deadline - time.monotonic())
-            mode, _, budget = name.partition("-") if name.startswith("ddtree") else (name, "", "")
-            before: dict[str, float] = {}
-            for batch in batches:
-                key = (mode, int(budget or 0), batch)
-                if key in done or deadline - time.monotonic() < 10:
-                    continue
-                left = deadline - time.monotonic()
-                run = dict(zip(("mode", "budget", "batch"), key, strict=True))
-                run |= measure(child, batch, arguments.tokens, arguments.repeats, left)
-                after = fallbacks(child, left)
-                run["fallbacks"] = {reason: count - before.get(reason, 0) for reason, count in after.items()}
-                run["fallbacks"] = sum(run["fallbacks"].values())
-                before = after
-                result["runs"].append(run)
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-                print(json.dumps(run), flush=True)
+            try:
+                child.wait_ready(deadline - time.monotonic())
+                runs(result, name, child, batches, arguments, deadline)
+            except RuntimeError as error:  # one mode's failure must not cost the others their numbers
+                result.setdefault("failed", {})[name] = str(error)[-2000:]
+                print(name, error, file=sys.stderr)
+            save(result, arguments.out)
     finally:
         for child in children.values():
             child.close()
+
+
+def runs(
+    result: dict[str, Any], name: str, child: Child, batches: list[int], arguments: argparse.Namespace, deadline: float
+) -> None:
+    """Measure one engine at every batch size that `result` lacks."""
+    mode, _, budget = name.partition("-") if name.startswith("ddtree") else (name, "", "")
+    done = {(run["mode"], run["budget"], run["batch"]) for run in result["runs"]}
+    before = fallbacks(child, deadline - time.monotonic())
+    for batch in batches:
+        key = (mode, int(budget or 0), batch)
+        left = deadline - time.monotonic()
+        if key in done or left < 10:
+            continue
+        # Eager decoding is an order of magnitude slower and its step time steady.
+        tokens, prompts = (32, batch) if mode == "ar-eager" else (arguments.tokens, max(32, batch))
+        run: dict[str, Any] = dict(zip(("mode", "budget", "batch"), key, strict=True))
+        run |= measure(child, batch, tokens, prompts, left)
+        after = fallbacks(child, left)
+        run["fallbacks"] = sum(after.values()) - sum(before.values())
+        before = after
+        result["runs"].append(run)
+        save(result, arguments.out)
+        print(json.dumps(run), flush=True)
+    if mode == "ddtree" and name not in result["phases_ms"] and deadline - time.monotonic() > 15:
+        left = deadline - time.monotonic()
+        found = {str(batch): phases(child, batch, arguments.logs / f"trace-{name}-{batch}", left) for batch in (1, 8)}
+        result["phases_ms"][name] = found
+    result["graph_state"][name] = graph_state(arguments.logs / f"{name}.log")
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

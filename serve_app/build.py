@@ -12,10 +12,12 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
+from serve_app import tracing
 from serve_app.config import Config, load_config
 from serve_app.errors import ConfigError
 from serve_app.exporter import ExporterDirectory
 from serve_app.ingress import Ingress
+from serve_app.logs import serve_options
 from serve_app.replica import ENGINE_FACTORY, Replica
 from serve_app.topology import READ_NODE
 
@@ -41,18 +43,21 @@ def app_from_env() -> Application:
 
 def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = READ_NODE) -> Application:
     """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`."""
+    tracing.check(config.tracing)
+    log = serve_options(config.logging)
     directory = _deployment(
         ExporterDirectory,
         name="exporters",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         # Every process calls every few seconds.
-        logging_config={"enable_access_log": False},
+        logging_config=serve_options(config.logging, enable_access_log=False),
     ).bind(config.metrics.heartbeat_s)
     replica, ingress = config.replica, config.ingress
     replicas = _deployment(
         Replica,
         name="engine",
+        logging_config=log,
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         **placement_options(config),
@@ -67,6 +72,7 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = 
     return _deployment(
         Ingress,
         name="ingress",
+        logging_config=log,
         num_replicas=ingress.num_replicas,
         # It needs no node of its own: the new ones are there before the old ones go.
         max_surge_percent=100,

@@ -132,7 +132,7 @@ class RoutingConfig(_Frozen):
     `suspect_s` gets no other."""
 
     policy: Literal["prefix", "power_of_two"] = "prefix"
-    slack: float = Field(0.25, ge=0, le=10)
+    slack: float = Field(0.5, ge=0, le=10)
     max_blocks: int = Field(65536, ge=1)
     block_chars: int = Field(256, ge=16)
     suspect_s: float = Field(2, gt=0)
@@ -197,6 +197,23 @@ class MetricsConfig(_Frozen):
     scrape_timeout_s: float = Field(1, gt=0)
 
 
+class LogConfig(_Frozen):
+    """`format`: of every process's log. `prompts`: log prompts too, which by default no line contains."""
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    prompts: bool = False
+
+
+class TracingConfig(_Frozen):
+    """`endpoint`: base URL of an OTLP collector over HTTP, null for no tracing. `sample_ratio`: share of the traces
+    that begin here; a client's own decision is kept."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    sample_ratio: float = Field(1, ge=0, le=1)
+    service_name: str = Field("ddtree-serve", min_length=1)
+
+
 class Config(_Frozen):
     """The whole tree."""
 
@@ -210,6 +227,8 @@ class Config(_Frozen):
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()
     metrics: MetricsConfig = MetricsConfig()
+    logging: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @model_validator(mode="after")
     def _speculation_needs_drafter(self) -> Config:
@@ -256,9 +275,26 @@ def load_config(
         return Config.model_validate(tree)
     except ValidationError as error:
         # A key has two levels; what follows names a branch of its type.
-        problems = [(".".join(str(p) for p in e["loc"][:2]), e["msg"]) for e in error.errors()]
-        text = "; ".join(f"{where or 'config'}: {what}" for where, what in problems)
+        problems = [(".".join(str(p) for p in e["loc"][:2]), _said(e)) for e in error.errors()]
+        text = "; ".join(f"{where or 'config'}{_origin(where, env)}: {what}" for where, what in problems)
         raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
+
+
+def _said(problem: Any) -> str:
+    """One finding of pydantic's, in the words of somebody who never heard of it."""
+    if problem["type"] == "extra_forbidden":
+        return "unknown key (docs/configuration.md lists them)"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    for opening in ("Input should", "String should"):
+        message = message.replace(opening, "must")
+    return message
+
+
+def _origin(where: str, env: Mapping[str, str]) -> str:
+    """Which environment variable set a key, if one did."""
+    variable = ENV_PREFIX + where.upper().replace(".", "__")
+    named = [name for name in env if name == variable or name.startswith(variable + "__")]
+    return f" (from {named[0]})" if where and named else ""
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ REQUEST_ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 # The client's timeout under a name that Serve does not obey, so that the application's answer comes first.
 FORWARDED_TIMEOUT_HEADER = "x-ddtree-timeout-seconds"
+SERVES_OWN = frozenset(("/-/healthz", "/-/routes"))
 RawHeaders = list[tuple[bytes, bytes]]
 
 
@@ -36,13 +37,13 @@ def middlewares() -> list[Middleware]:
 
 
 class Edge:
-    """See the module. Serve's own routes (`/-/…`) pass untouched."""
+    """See the module. Serve's own routes pass untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith("/-/"):
+        if scope["type"] != "http" or scope["path"] in SERVES_OWN:
             await self._app(scope, receive, send)
             return
         headers, request_id = clean_headers(scope["headers"])

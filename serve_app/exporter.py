@@ -1,10 +1,10 @@
 """Publishing the series of every process, and gathering them into one page.
 
 Each process serves its own registry on its own port (`Exporter`) and keeps telling the `ExporterDirectory` where.
-`scrape` reads all pages that are alive now and `merge` adds the label `replica`, so that any ingress can answer
-/metrics for the whole deployment; the series of a removed replica go away with its heartbeats.
+A Prometheus finds them all by `targets`; `scrape` reads all pages that are alive now, so that any ingress can answer
+/metrics for the whole deployment. The series of a removed replica go away with its heartbeats.
 
-What this module does not do: declare series (see `metrics`).
+What this module does not do: declare series (see `metrics`), or merge pages (see `exposition`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from prometheus_client import CollectorRegistry, Metric, generate_latest, start_http_server
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
 from ray import serve
 
 from serve_app.config import MetricsConfig
 from serve_app.errors import ConfigError
+from serve_app.metrics import ProcessMetrics
+from serve_app.multiprocess import EngineFiles
 
 logger = logging.getLogger("ray.serve.ddtree.metrics")
 MISSED_HEARTBEATS = 3
@@ -32,39 +34,73 @@ MISSED_HEARTBEATS = 3
 PORTS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Where one process exports, and the labels that say which process it is. `seen`: monotonic, of its last word."""
+
+    url: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    seen: float = field(default_factory=time.monotonic)
+
+
 class ExporterDirectory:
     """Where the living exporters are. In memory: after a restart the next heartbeats fill it again."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._lifetime_s = MISSED_HEARTBEATS * heartbeat_s
-        self._seen: dict[str, tuple[str, float]] = {}
+        # Until everybody had time to report, the list is not known to be whole.
+        self._whole_at = time.monotonic() + 2 * heartbeat_s
+        self._seen: dict[str, Page] = {}
 
-    async def heartbeat(self, replica: str, url: str) -> None:
-        self._seen[replica] = (url, time.monotonic())
+    async def heartbeat(self, replica: str, url: str, labels: Mapping[str, str] | None = None) -> None:
+        self._seen[replica] = Page(url, labels or {})
 
     async def leave(self, replica: str) -> None:
         self._seen.pop(replica, None)
 
     async def living(self) -> dict[str, str]:
         """replica → URL of its page."""
+        return {name: page.url for name, page in self._living().items()}
+
+    async def targets(self) -> list[dict[str, Any]] | None:
+        """The living exporters in the format of Prometheus's HTTP service discovery; None while more may report."""
+        if time.monotonic() < self._whole_at:
+            return None
+        return [target(name, page) for name, page in sorted(self._living().items())]
+
+    def _living(self) -> dict[str, Page]:
         oldest = time.monotonic() - self._lifetime_s
-        self._seen = {name: entry for name, entry in self._seen.items() if entry[1] >= oldest}
-        return {name: url for name, (url, _) in self._seen.items()}
+        self._seen = {name: page for name, page in self._seen.items() if page.seen >= oldest}
+        return self._seen
+
+
+def target(replica: str, page: Page) -> dict[str, Any]:
+    """One entry of the service discovery: an address, and the labels of whatever is scraped from it."""
+    where = urlsplit(page.url)
+    labels = {**page.labels, "replica": replica, "__metrics_path__": where.path}
+    return {"targets": [where.netloc], "labels": labels}
 
 
 class Exporter:
     """Serves a registry over HTTP from a thread and keeps the directory informed from the running event loop.
 
-    Must be made inside a Serve replica, whose id names it. `directory` is a handle of `ExporterDirectory`.
+    Must be made inside a Serve replica, whose id names it. `directory` is a handle of `ExporterDirectory`; `model` is
+    what the process serves.
     """
 
-    def __init__(self, registry: CollectorRegistry, config: MetricsConfig, directory: Any) -> None:
+    def __init__(self, registry: CollectorRegistry, config: MetricsConfig, directory: Any, model: str) -> None:
         self._directory, self._config = directory, config
-        host = ray.util.get_node_ip_address() if config.host == "auto" else config.host
+        # A second series for each counter and histogram, which nothing here reads.
+        disable_created_metrics()
+        ProcessMetrics(registry)
+        registry.register(EngineFiles())
+        node = ray.util.get_node_ip_address()
+        host = node if config.host == "auto" else config.host
         self._server, self._thread = _listen(host, config.port, registry)
         context = serve.get_replica_context()
         self.name = f"{context.deployment}#{context.replica_tag}"
         self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self._labels = {"deployment": context.deployment, "node": node, "model": model}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -73,7 +109,7 @@ class Exporter:
     async def _keep_alive(self) -> None:
         while True:
             try:
-                await self._directory.heartbeat.remote(self.name, self.url)
+                await self._directory.heartbeat.remote(self.name, self.url, self._labels)
             except Exception as error:
                 # A missing directory costs the page of this process, never the process.
                 logger.warning("cannot reach the exporter directory: %s", type(error).__name__)
@@ -125,26 +161,3 @@ async def _fetch(url: str, timeout_s: float) -> str | None:
         logger.warning("cannot read %s: %s", url, type(error).__name__)
         return None
     return body.decode() if head.split(b" ", 2)[1:2] == [b"200"] else None
-
-
-def merge(texts: Mapping[str, str]) -> bytes:
-    """One exposition: each family once, every sample labelled with its replica. `_created` series are left out."""
-    families: dict[str, Metric] = {}
-    for replica, text in texts.items():
-        for family in text_string_to_metric_families(text):
-            if family.name.endswith("_created"):
-                continue
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                if not sample.name.endswith("_created"):
-                    merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    return generate_latest(_Families(families.values()))
-
-
-class _Families(CollectorRegistry):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        super().__init__()
-        self._merged = list(families)
-
-    def collect(self) -> Iterable[Metric]:
-        return iter(self._merged)

@@ -8,6 +8,7 @@ What this module does not do: attention, sampling, or threads (one step loop own
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -53,8 +54,9 @@ class GraphRunner:
             limit, batches must carry `longest`.
         enabled: False runs everything eagerly.
         capturer: None takes CUDA graphs on a CUDA device and nothing elsewhere.
-        on_replay: called with (role, padding rows) once per replay.
+        on_replay: called with (role, padding rows, captured batch size) once per replay.
         on_fallback: called with (role, reason) once per eager run.
+        on_capture: called with (role, graphs, seconds, bytes that the device's allocator reserved) after each capture.
     Raises:
         ValueError: empty or non-positive batch sizes or widths.
     """
@@ -72,8 +74,9 @@ class GraphRunner:
         max_context: int | None = None,
         enabled: bool = True,
         capturer: Capturer | None = None,
-        on_replay: Callable[[str, int], None] = lambda role, padding: None,
+        on_replay: Callable[[str, int, int], None] = lambda role, padding, size: None,
         on_fallback: Callable[[str, FallbackReason], None] = lambda role, reason: None,
+        on_capture: Callable[[str, int, float, int], None] = lambda role, graphs, seconds, reserved: None,
     ) -> None:
         for name, sizes in (("batch_sizes", batch_sizes), ("widths", widths)):
             if not sizes or min(sizes) < 1:
@@ -92,6 +95,7 @@ class GraphRunner:
         self._capturer = capturer
         self._on_replay = on_replay
         self._on_fallback = on_fallback
+        self._on_capture = on_capture
         self._buffers: dict[int, StaticBuffers] = {}
         self._graphs: dict[tuple[int, int], Replay] = {}
         self._failed: set[tuple[int, int]] = set()
@@ -105,6 +109,7 @@ class GraphRunner:
         self.release()
         if self._capturer is None or not self._enabled:
             return
+        started, reserved = time.perf_counter(), self._reserved()
         largest = self._batch_sizes[-1]
         self._buffers = {w: StaticBuffers.allocate(largest, w, self._device, self._fields) for w in self._widths}
         shapes = [(width, size) for width in self._widths for size in self._batch_sizes]
@@ -114,6 +119,11 @@ class GraphRunner:
             except Exception:
                 logger.exception("capturing %s graph of %d requests x %d rows failed", self._role, size, width)
                 self._failed.add((width, size))
+        grown = max(self._reserved() - reserved, 0)
+        self._on_capture(self._role, len(self._graphs), time.perf_counter() - started, grown)
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def _capture_one(self, capturer: Capturer, buffers: StaticBuffers, size: int) -> Replay:
         buffers.reset()
@@ -165,7 +175,7 @@ class GraphRunner:
         size = self._captured_size(batch)
         self._buffers[batch.width].refresh(batch, size)
         output = self._graphs[batch.width, size]()
-        self._on_replay(self._role, size - batch.batch_size)
+        self._on_replay(self._role, size - batch.batch_size, size)
         return _first_rows(output, batch.batch_size)
 
     def _captured_size(self, batch: ForwardBatch) -> int:

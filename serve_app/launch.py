@@ -1,8 +1,9 @@
 """`python -m serve_app.launch`: `serve run serve_app:app` on a port of choice, with a word when it is ready.
 
 It runs Ray's own command in this process, after starting Serve on the asked address (`serve run` takes an address
-only from a file). All it adds is the check of the port, the wait for the first generated token, and one line to try.
-Configuration is the environment's.
+only from a file) in a Ray of its own, unless RAY_ADDRESS names a cluster. All it adds is Serve's switches, the check of
+the port, the wait for the first generated token, one line to try, and a drain before the end. Configuration is the
+environment's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import NoReturn
 
 from serve_app.config import load_config
@@ -34,6 +36,8 @@ SERVE_SWITCHES = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.edge.middlewares",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024 * 1024),
+    # One that hangs has nothing to finish: its streams go on elsewhere as soon as it is gone.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 
 
@@ -42,7 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--switches", action="store_true", help="print Serve's switches as shell exports, and exit")
     options = parser.parse_args(argv)
+    if options.switches:
+        print("\n".join(f"export {name}={value}" for name, value in SERVE_SWITCHES.items()))
+        return 0
     try:
         model = load_config().model.id
         _check_port(options.host, options.port)
@@ -55,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve_run(host: str, port: int) -> int:
-    """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt; other ways to stop take that path too."""
+    """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt: every way to stop ends there, drained."""
     for name, value in SERVE_SWITCHES.items():
         os.environ.setdefault(name, value)
     import ray
@@ -63,10 +71,10 @@ def _serve_run(host: str, port: int) -> int:
     from ray.serve.scripts import cli
 
     try:
-        ray.init(namespace="serve")
+        # Without an address Ray would join any cluster that runs on this machine, and Serve replace its application.
+        ray.init(address=os.environ.get("RAY_ADDRESS") or "local", namespace="serve")
         # After ray.init, which installs handlers of its own.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _drain_first)
+        _on_stop(_drain_first)
         serve.start(http_options={"host": host, "port": port})
         cli(["run", "serve_app:app"], standalone_mode=False)
     except KeyboardInterrupt:
@@ -76,11 +84,17 @@ def _serve_run(host: str, port: int) -> int:
     return 0
 
 
+def _on_stop(handler: Callable[..., None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A shell starts background jobs with SIGINT ignored, nohup its command with SIGHUP: that is meant.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def _drain_first(*_: object) -> None:
     """Serve's shutdown kills the proxies before anything else, which would cut running answers; deleting the
     application first lets them end, within the replicas' own time. A second signal does not wait."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    _on_stop(_interrupt)
     # Not here: the main thread may be inside Ray, holding its locks.
     threading.Thread(target=_drain, daemon=True).start()
 
@@ -88,13 +102,14 @@ def _drain_first(*_: object) -> None:
 def _drain() -> None:
     from ray import serve
 
+    print("Stopping when the running answers have ended; once more (Ctrl-C) cuts them.", flush=True)
     try:
         serve.delete(APP_NAME)
     except Exception as error:
         print(f"the application did not drain: {error}", file=sys.stderr)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
-    # Not SIGINT: a shell starts background jobs with it ignored.
+    # Not SIGINT, which may be ignored.
     signal.pthread_kill(main_thread, signal.SIGTERM)
 
 
@@ -111,14 +126,15 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            reason = f"cannot listen on {host}:{port}: {error.strerror}; choose another PORT"
+            reason = f"cannot listen on {host}:{port}: {error.strerror}; choose another port or host"
             raise ConfigError(reason, param="port") from None
 
 
 def _announce(base: str, model: str) -> None:
     while not _ready(base):
         time.sleep(POLL_S)
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Name three colours."}}]}}'
+    messages = '[{"role": "user", "content": "Name three colours."}]'
+    body = f'{{"model": "{model}", "temperature": 0, "messages": {messages}}}'
     print(
         f"\nReady on {base}. Try:\n\n  curl {base}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{body}'\n\nCtrl-C stops.",

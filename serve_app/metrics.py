@@ -8,14 +8,25 @@ What this module does not do: expose HTTP (see `exporter`), or know engines and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 RESUME_OUTCOMES = ("resumed", "refused", "exhausted")
 REJECT_REASONS = ("auth", "rate", "overload", "invalid", "deadline")
+ROLES = ("target", "draft")
+PHASES = ("prefill", "draft", "verify", "accept")
+# OpenMetrics allows an exemplar 128 characters, its label's name included.
+_EXEMPLAR_LABEL = "request_id"
+_EXEMPLAR_ROOM = 128 - len(_EXEMPLAR_LABEL)
+
+
+def exemplar(request_id: str) -> dict[str, str] | None:
+    """What links a sample to one request's log lines and trace; None for an id that is too long for the format."""
+    return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
 
 
 class EngineMetrics:
@@ -35,6 +46,10 @@ class EngineMetrics:
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(name, help, ("model", *labels), registry=registry)
+
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            # The mode matters where values live in files: only living processes count, without a label of their own.
+            return Gauge(name, help, ("model", *labels), registry=registry, multiprocess_mode="livesum")
 
         self._acceptance = Histogram(
             "ddtree_acceptance_length",
@@ -62,14 +77,28 @@ class EngineMetrics:
         self._padding = counter(
             "ddtree_graph_padding_rows_total", "Rows replayed only to fill a captured batch size.", "role"
         )
-        self._running = Gauge(
-            "ddtree_running_requests", "Requests in the running batch.", ("model",), registry=registry
-        )
-        self._queued = Gauge("ddtree_queued_requests", "Requests waiting for a slot.", ("model",), registry=registry)
-        self._kv_used = Gauge("ddtree_kv_tokens_used", "Tokens held in the KV cache.", ("model",), registry=registry)
-        for role in ("target", "draft"):
+        self._bucket_rows = counter(
+            "ddtree_graph_bucket_rows_total",
+            "Rows of replays by the captured batch size that held them, real or padding.",
+            "role", "bucket", "kind",
+        )  # fmt: skip
+        self._captured = gauge("ddtree_graph_captured", "Graphs that can be replayed.", "role")
+        self._capture_seconds = gauge("ddtree_graph_capture_seconds", "Time that capturing took.", "role")
+        self._capture_bytes = gauge("ddtree_graph_capture_bytes", "Device memory that capturing reserved.", "role")
+        self._budgets = counter("ddtree_budget_steps_total", "Verify steps, by the tree's budget in nodes.", "budget")
+        self._phases = counter("ddtree_step_seconds_total", "Time of the step loop as the host sees it.", "phase")
+        self._running = gauge("ddtree_running_requests", "Requests in the running batch.")
+        self._queued = gauge("ddtree_queued_requests", "Requests waiting for a slot.")
+        self._kv_used = gauge("ddtree_kv_tokens_used", "Tokens held in the KV cache.")
+        self._kv_capacity = gauge("ddtree_kv_tokens_capacity", "Tokens that the KV cache can hold.")
+        self._slots = gauge("ddtree_request_slots", "Requests that can run together.")
+        for phase in PHASES:
+            self._phases.labels(model, phase)
+        for role in ROLES:
             self._replays.labels(model, role)
             self._padding.labels(model, role)
+            for made in (self._captured, self._capture_seconds, self._capture_bytes):
+                made.labels(model, role)
             for reason in fallback_reasons:
                 self._fallbacks.labels(model, role, reason)
         for phase in ("prefill", "verify"):
@@ -89,6 +118,7 @@ class EngineMetrics:
         """
         self._steps.inc()
         self._nodes.inc(nodes)
+        self._budgets.labels(self._model, str(nodes)).inc()
         self._trimmed.inc(committed - emitted)
         self._acceptance.observe(emitted)
         self._emitted.labels(self._model, "verify").inc(emitted)
@@ -103,12 +133,29 @@ class EngineMetrics:
         self._prefill.inc(tokens)
         self._emitted.labels(self._model, "prefill").inc(emitted)
 
-    def graph_replay(self, role: str, padding_rows: int) -> None:
+    def step_phase(self, phase: str, seconds: float) -> None:
+        """Time spent in one of `PHASES`. Where a device works ahead of the host, it shows up in whichever waits."""
+        self._phases.labels(self._model, phase).inc(seconds)
+
+    def graph_replay(self, role: str, padding_rows: int, bucket: int) -> None:
+        """One replay. `bucket`: the captured batch size; `padding_rows` of it held no request."""
         self._replays.labels(self._model, role).inc()
         self._padding.labels(self._model, role).inc(padding_rows)
+        self._bucket_rows.labels(self._model, role, str(bucket), "real").inc(bucket - padding_rows)
+        self._bucket_rows.labels(self._model, role, str(bucket), "padding").inc(padding_rows)
+
+    def graph_capture(self, role: str, graphs: int, seconds: float, reserved_bytes: int) -> None:
+        """A capture of `graphs` shapes has ended; the last one counts."""
+        self._captured.labels(self._model, role).set(graphs)
+        self._capture_seconds.labels(self._model, role).set(seconds)
+        self._capture_bytes.labels(self._model, role).set(reserved_bytes)
 
     def graph_fallback(self, role: str, reason: str) -> None:
         self._fallbacks.labels(self._model, role, reason).inc()
+
+    def capacity(self, slots: int, kv_tokens: int) -> None:
+        self._slots.labels(self._model).set(slots)
+        self._kv_capacity.labels(self._model).set(kv_tokens)
 
     def load(self, running: int, queued: int, kv_tokens: int) -> None:
         self._running.labels(self._model).set(running)
@@ -146,10 +193,13 @@ class GatewayMetrics:
             registry=registry,
         )
         self.inflight = Gauge("gateway_inflight_requests", "Requests being served.", ("model",), registry=registry)
-        self.queued = Gauge("gateway_queued_requests", "Requests not answered yet.", ("model",), registry=registry)
+        self.queued = Gauge("gateway_queued_requests", "Requests without a token yet.", ("model",), registry=registry)
         self.rejected = Counter("gateway_rejected_total", "Requests refused.", ("reason",), registry=registry)
         self.stream_errors = Counter(
             "gateway_stream_errors_total", "Streams that ended with an error frame.", ("model",), registry=registry
+        )
+        self.replicas_wanted = Gauge(
+            "gateway_replicas_wanted", "Engine replicas that the configuration asks for.", ("model",), registry=registry
         )
         self.resumes = Counter(
             "gateway_resumes_total",
@@ -167,3 +217,24 @@ class GatewayMetrics:
             self.rejected.labels(reason)
         for outcome in RESUME_OUTCOMES:
             self.resumes.labels(outcome)
+
+    def serves(self, model: str, replicas: int) -> None:
+        """Series of the configured model exist from the start, so that nothing looks like a gap."""
+        self.replicas_wanted.labels(model).set(replicas)
+        for gauge in (self.inflight, self.queued):
+            gauge.labels(model)
+        self.stream_errors.labels(model)
+        for stream in ("true", "false"):
+            self.duration.labels(model, stream)
+        for latency in (self.ttft, self.itl):
+            latency.labels(model, "true")
+
+
+class ProcessMetrics:
+    """What every exporting process says about itself, beside prometheus_client's own `process_*` series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        ProcessCollector(registry=registry)
+        Gauge("ddtree_start_time_seconds", "Unix time at which this process began to export.", registry=registry).set(
+            time.time()
+        )

@@ -13,19 +13,24 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
+from serve_app.logs import adopt_library
 from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
 from serve_app.scaling import BUSY, busy
 from serve_app.topology import READ_NODE, preflight
+from serve_app.tracing import make_tracer
 from serve_app.watchdog import Watchdog, prove
 
 logger = logging.getLogger("ray.serve.ddtree.replica")
@@ -52,6 +57,8 @@ class Replica:
         # Before anything is loaded: Serve's status shows what a wrong node lacks.
         preflight(config, load(read_node))
         self._config = config
+        adopt_library()
+        self._tracer = make_tracer(config.tracing, _own_name())
         self._registry = CollectorRegistry()
         self._engine: Engine = load(engine_factory)(config, self._registry)
         try:
@@ -63,18 +70,20 @@ class Replica:
         self._watchdog.start()
         self._exporter: Exporter | None = None
         if exporters is not None:
-            self._exporter = Exporter(self._registry, config.metrics, exporters)
+            self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
             self._exporter.start()
 
     async def generate(self, job: Job) -> AsyncIterator[Item]:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on
-        behind what was sent.
+        timers. Without streaming, an empty item says that generation has begun, and the body follows at the end.
+        Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
+        was sent.
         """
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(work, queue)) for work in open_work(job.requests, job.sent)]
+        self._note_arrival(job)
+        tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
         try:
             async for item in (_stream if job.stream else _collect)(job, queue, len(tasks)):
                 yield item
@@ -87,12 +96,23 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, work: Work, queue: asyncio.Queue[Event]) -> None:
+    def _note_arrival(self, job: Job) -> None:
+        if self._tracer is not None:
+            self._tracer.route(job.origin, time.time_ns())
+        if self._config.logging.prompts:
+            for request in job.requests:
+                prompt = request.prompt or request.prompt_token_ids or request.messages
+                fields = {"request_id": job.origin.request_id, "prompt": prompt}
+                logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
+
+    async def _pump(self, work: Work, queue: asyncio.Queue[Event], job: Job) -> None:
         prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     queue.put_nowait((prompt, chunk if choice is None else replace(chunk, index=choice)))
+                    if self._tracer is not None and chunk.trail is not None:
+                        self._tracer.choice(job.origin, chunk)
         except Exception as error:
             queue.put_nowait((prompt, error))
         else:
@@ -102,7 +122,10 @@ class Replica:
         if isinstance(error, ServeError):
             return error
         # The text may hold anything the engine knew, prompts included: it goes to the log's traceback only.
-        logger.error("engine failed on request %s", job.id, exc_info=error)
+        logger.error(
+            "engine failed on request %s (%s)", job.origin.request_id, job.id, exc_info=error,
+            extra={"request_id": job.origin.request_id},
+        )  # fmt: skip
         return EngineFailed("The engine failed while it worked on this request.")
 
     async def info(self) -> ModelInfo:
@@ -152,6 +175,17 @@ class Replica:
             await watchdog.stop()
         if hasattr(self, "_engine"):
             await self._engine.stop()
+        if getattr(self, "_tracer", None) is not None:
+            await asyncio.to_thread(self._tracer.close)  # type: ignore[union-attr]
+
+
+def _own_name() -> str:
+    """As on the metrics; outside of Serve there is only one."""
+    try:
+        context = serve.get_replica_context()
+    except RayServeException:
+        return "engine"
+    return f"{context.deployment}#{context.replica_tag}"
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -200,7 +234,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
 
 
 async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
-    renderer, tokens = Renderer(job), 0
+    renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
         prompt, event = await queue.get()
@@ -211,6 +245,10 @@ async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> Async
             if event.finish_reason is not None:
                 progress.append(renderer.progress(prompt, event))
             tokens += len(event.token_ids)
+            if not begun:
+                begun = True
+                yield Item(tokens=tokens)
+                tokens = 0
         elif event is None:
             running -= 1
         else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from serve_app.launch import SERVE_SWITCHES
@@ -129,6 +130,13 @@ def served(serve_app_factory: Callable[..., Served]) -> Served:
 @pytest.fixture
 def client(served: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def official(served: Served) -> Iterator[openai.OpenAI]:
+    """The official client, which repeats nothing. A module that serves something else overrides `served`."""
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 

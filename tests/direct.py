@@ -40,6 +40,9 @@ class DirectBackend:
     async def pages(self) -> dict[str, str]:
         return {}
 
+    async def targets(self) -> list[dict[str, Any]]:
+        return []
+
 
 def _value(reply: Reply) -> Any:
     if reply.error is not None:
@@ -47,10 +50,17 @@ def _value(reply: Reply) -> Any:
     return reply.value
 
 
+class LocalReplica(Replica):
+    """Without the finaliser that Serve awaits: the interpreter would drop its coroutine, with a warning."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
 async def make_replica(config: dict[str, Any] | None = None) -> Replica:
     """A started replica on a fake engine."""
     tree = load_config({"model": {"id": "fake"}, **(config or {})}, use_env=False)
-    replica = Replica.__new__(Replica)
+    replica = LocalReplica.__new__(LocalReplica)
     await replica.__init__(tree, FAKE_ENGINE)  # type: ignore[misc]
     return replica
 

@@ -34,6 +34,8 @@ NODE_READER = "tests.fake_node:read"
 
 def main() -> None:
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    # The cluster's state outlives its server.
+    os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{directory}/gcs"})
     cluster = Cluster()
     try:
         add_node(cluster, num_cpus=4, temp_dir=directory, include_dashboard=False)
@@ -66,7 +68,8 @@ def run(cluster: Cluster) -> None:
     add_gpu_node(cluster, "other", "wrong")
     ray.init(address=cluster.address, log_to_driver=False, namespace="serve")
     port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    # All nodes have one address here: a proxy on each would share the port, and die with its node's connections.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     url = f"http://127.0.0.1:{port}"
     seen: dict[str, Any] = {}
     scenarios: dict[str, Callable[[], Any]] = {
@@ -74,7 +77,9 @@ def run(cluster: Cluster) -> None:
         "placed": placed,
         "crowded": crowded,
         "controller": lambda: controller_killed(url),
-        "node_lost": lambda: node_lost(cluster, gpu_nodes["n1"], url),
+        "gcs": lambda: gcs_killed(cluster, url),
+        "proxy": lambda: proxy_killed(url),
+        "node_lost": lambda: node_lost(cluster, gpu_nodes, url),
         "drained": lambda: drained(cluster, url),
         "deleted": deleted,
     }
@@ -118,15 +123,15 @@ def until(condition: Any, seconds: float = 90) -> bool:
     return False
 
 
-def replicas() -> list[dict[str, Any]]:
+def replicas(deployment: str = "engine") -> list[dict[str, Any]]:
     living = (actor for actor in actors().values() if actor["State"] == "ALIVE")
-    return [actor for actor in living if actor["Name"].startswith("SERVE_REPLICA::app#engine#")]
+    return [actor for actor in living if actor["Name"].startswith(f"SERVE_REPLICA::app#{deployment}#")]
 
 
-def nodes() -> list[str]:
+def nodes(deployment: str = "engine") -> list[str]:
     """Names of the nodes that hold replicas."""
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-    return sorted(labels[a["Address"]["NodeID"]].get("name", "head") for a in replicas())
+    return sorted(labels[a["Address"]["NodeID"]].get("name", "head") for a in replicas(deployment))
 
 
 def status() -> Any:
@@ -187,27 +192,58 @@ def controller_killed(url: str) -> dict[str, Any]:
     return {"answers": answers.right(), "healed": healed, "groups": len(groups()), "tidy": tidy}
 
 
-def node_lost(cluster: Cluster, node: Any, url: str) -> dict[str, Any]:
-    """A node with a replica goes at once, while streams run; then another joins."""
+def gcs_killed(cluster: Cluster, url: str) -> dict[str, Any]:
+    """The head's state server is killed while streams run, and comes back; then a replica is killed."""
     answers = Load(url, 30)
     answers.wait_for_tokens()
-    cluster.remove_node(node, allow_graceful=False)
+    cluster.head_node.kill_gcs_server()
+    time.sleep(2)
+    cluster.head_node.start_gcs_server()
+    answers.join()
+    until(lambda: len(replicas()) == 3)
+    victim = replicas()[0]
+    later = Load(url, 10)
+    later.wait_for_tokens()
+    os.kill(victim["Pid"], signal.SIGKILL)
+    later.join()
+    healed = until(lambda: len(replicas()) == 3 and victim["ActorID"] not in {a["ActorID"] for a in replicas()})
+    return {"answers": answers.right(), "later": later.right(), "healed": healed}
+
+
+def proxy_killed(url: str) -> dict[str, Any]:
+    """The process that holds the clients' connections is killed: they break, and none waits for ever."""
+    answers = Load(url, 10)
+    answers.wait_for_tokens()
+    proxy = next(a for a in actors().values() if a["State"] == "ALIVE" and "SERVE_PROXY" in a["Name"])
+    os.kill(proxy["Pid"], signal.SIGKILL)
+    answers.join()
+    back = until(lambda: Load(url, 1).joined().right() == {"whole": 1})
+    return {"hung": sum(thread.is_alive() for thread in answers.threads), "back": back}
+
+
+def node_lost(cluster: Cluster, gpu_nodes: dict[str, Any], url: str) -> dict[str, Any]:
+    """A node with a replica goes at once, while streams run; then another joins."""
+    lost = next(name for name in gpu_nodes if name not in nodes("ingress"))
+    answers = Load(url, 30)
+    answers.wait_for_tokens()
+    cluster.remove_node(gpu_nodes[lost], allow_graceful=False)
     answers.join()
     add_gpu_node(cluster, "gpu", "n9")
-    healed = until(lambda: nodes() == ["n0", "n2", "n9"] and running() == 3)
-    return {"answers": answers.right(), "healed": healed, "nodes": nodes()}
+    healed = until(lambda: "n9" in nodes() and lost not in nodes() and running() == 3)
+    return {"answers": answers.right(), "healed": healed, "nodes": nodes(), "lost": lost}
 
 
 def drained(cluster: Cluster, url: str) -> dict[str, Any]:
     """A node is told to empty itself while streams run, and a spare one is there."""
     add_gpu_node(cluster, "gpu", "n10")
-    leaving = next(node["NodeID"] for node in ray.nodes() if node["Labels"].get("name") == "n0")
+    name = nodes()[0]
+    leaving = next(node["NodeID"] for node in ray.nodes() if node["Labels"].get("name") == name)
     answers = Load(url, 30)
     answers.wait_for_tokens()
     deadline_ms = int((time.time() + 60) * 1000)
     accepted, why = GcsClient(address=cluster.address).drain_node(leaving, PREEMPTION, "maintenance", deadline_ms)
     answers.join()
-    moved = until(lambda: nodes() == ["n10", "n2", "n9"] and running() == 3)
+    moved = until(lambda: "n10" in nodes() and name not in nodes() and running() == 3)
     return {"accepted": accepted, "why": why, "answers": answers.right(), "moved": moved, "nodes": nodes()}
 
 
@@ -255,6 +291,10 @@ class Load:
         for thread in self.threads:
             thread.join(90)
 
+    def joined(self) -> "Load":
+        self.join()
+        return self
+
     def right(self) -> dict[str, int]:
         """How each ended, counted; "whole" is the text of an undisturbed run, once, and [DONE]."""
         whole = " ".join([self.WORDS] * self.REPEAT)
@@ -266,6 +306,6 @@ class Load:
 
 
 if __name__ == "__main__":
-    signal.alarm(420)
+    signal.alarm(560)
     main()
     sys.exit(0)

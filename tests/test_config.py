@@ -58,3 +58,18 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().model.id = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"DDTREE_HOME": "/x"}, "home (from DDTREE_HOME): unknown key"),
+        ({"DDTREE_SPECULATION__BUGDET": "3"}, "speculation.bugdet (from DDTREE_SPECULATION__BUGDET): unknown key"),
+        ({"DDTREE_SPECULATION__BUDGET": "9999"}, "(from DDTREE_SPECULATION__BUDGET): must be from 0 to 512, or auto"),
+        ({"DDTREE_ENGINE__MAX_RUNNING": "0"}, "must be greater than or equal to 1"),
+    ],
+)
+def test_what_is_wrong_is_said_plainly_and_where_it_came_from(env: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env=env)
+    assert says in caught.value.message and "Input" not in caught.value.message

@@ -8,7 +8,7 @@ from serve_app import errors
 from serve_app.protocol import ChatRequest, CompletionRequest
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "api.md").read_text()
-NOT_OF_THE_API = {"invalid_config", "model_fetch_failed", "invalid_api_key", "rate_limit_exceeded"}
+NOT_OF_THE_API = {"invalid_config", "model_fetch_failed"}
 CODES = {cls.code for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.ServeError)}
 
 

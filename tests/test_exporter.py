@@ -1,44 +1,13 @@
-"""Merging the pages of several processes."""
+"""Who exports where, and reading their pages."""
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from serve_app.exporter import PORTS, ExporterDirectory, _close, _listen, merge, scrape
-from serve_app.metrics import EngineMetrics, GatewayMetrics
+from serve_app.exporter import PORTS, ExporterDirectory, Page, _close, _listen, scrape, target
 from tests.conftest import free_port
-
-
-def page(count: float) -> str:
-    registry = CollectorRegistry()
-    Counter("a_total", "A.", ("model",), registry=registry).labels('m"\\\n').inc(count)
-    Histogram("b_seconds", "B.", registry=registry).observe(count)
-    Gauge("c", "C: one \\ line\nand another.", registry=registry).set(count)
-    return generate_latest(registry).decode()
-
-
-def test_each_family_is_declared_once_and_samples_keep_their_values() -> None:
-    text = merge({"x": page(1), "y": page(2)}).decode()
-    assert text.count("# TYPE a_total counter") == text.count("# HELP b_seconds ") == 1
-    families = {f.name: f for f in text_string_to_metric_families(text)}
-    assert {(s.labels["replica"], s.labels["model"], s.value) for s in families["a"].samples} == {
-        ("x", 'm"\\\n', 1.0),
-        ("y", 'm"\\\n', 2.0),
-    }
-    assert families["c"].documentation == "C: one \\ line\nand another."
-
-
-def test_merging_one_page_changes_only_the_label() -> None:
-    (original, merged) = ({(s.name, s.value) for f in text_string_to_metric_families(text) for s in f.samples}
-                          for text in (page(3), merge({"x": page(3)}).decode()))  # fmt: skip
-    assert {entry for entry in original if not entry[0].endswith("_created")} == merged
-
-
-def test_nothing_to_merge_is_an_empty_page() -> None:
-    assert merge({}) == b""
 
 
 @pytest.fixture
@@ -80,13 +49,22 @@ async def test_a_process_that_leaves_is_forgotten_at_once() -> None:
     assert await directory.living() == {}
 
 
-def test_the_products_series_survive_merging() -> None:
-    registry = CollectorRegistry()
-    GatewayMetrics(registry)
-    EngineMetrics(registry, "m", 8, ["no_cuda"])
-    text = generate_latest(registry).decode()
-    names = {f.name for f in text_string_to_metric_families(text) if not f.name.endswith("_created")}
-    assert {f.name for f in text_string_to_metric_families(merge({"x": text}).decode())} == names
+async def test_targets_have_the_form_of_prometheus_discovery() -> None:
+    directory = ExporterDirectory(heartbeat_s=0.05)
+    await directory.heartbeat("engine#a", "http://10.0.0.1:9000/metrics", {"node": "10.0.0.1", "model": "m"})
+    await asyncio.sleep(0.11)
+    labels = {"node": "10.0.0.1", "model": "m", "replica": "engine#a", "__metrics_path__": "/metrics"}
+    assert await directory.targets() == [{"targets": ["10.0.0.1:9000"], "labels": labels}]
+
+
+async def test_a_directory_that_has_just_started_does_not_claim_to_know_them_all() -> None:
+    directory = ExporterDirectory(heartbeat_s=9)
+    await directory.heartbeat("a", "http://h:1/metrics")
+    assert await directory.targets() is None
+
+
+def test_ipv6_addresses_keep_their_brackets() -> None:
+    assert target("a", Page("http://[::1]:90/metrics"))["targets"] == ["[::1]:90"]
 
 
 def test_processes_of_one_node_share_a_configured_port_range() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ START_S = 180
 
 
 @pytest.fixture(scope="module")
-def laptop(serve_app_factory: Callable[..., Served]) -> Served:
+def served(serve_app_factory: Callable[..., Served]) -> Served:
     # float32: identical whatever shares the batch. The launcher's test runs the default, bfloat16 where there is one.
     config = {
         "model": {"dtype": "float32"},
@@ -31,12 +31,6 @@ def laptop(serve_app_factory: Callable[..., Served]) -> Served:
         "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
     }
     return serve_app_factory("laptop", config)
-
-
-@pytest.fixture
-def official(laptop: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{laptop.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
 
 
 def user(text: str) -> list[ChatCompletionMessageParam]:
@@ -50,22 +44,22 @@ def test_it_answers_a_question(official: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_metrics_add_up_to_the_tokens_delivered(laptop: Served, official: openai.OpenAI) -> None:
+def test_metrics_add_up_to_the_tokens_delivered(served: Served, official: openai.OpenAI) -> None:
     names = [
         "ddtree_acceptance_length_sum", "ddtree_accepted_tokens_total", "ddtree_bonus_tokens_total",
         "ddtree_verify_steps_total", "ddtree_acceptance_length_count",
     ]  # fmt: skip
     prefill = {"phase": "prefill"}
-    eventually(lambda: metric(laptop, "ddtree_running_requests") == 0)
-    before = {name: metric(laptop, name) for name in names}
-    first_before = metric(laptop, "ddtree_emitted_tokens_total", **prefill)
+    eventually(lambda: metric(served, "ddtree_running_requests") == 0)
+    before = {name: metric(served, name) for name in names}
+    first_before = metric(served, "ddtree_emitted_tokens_total", **prefill)
     delivered = 0
     for text in ("Name three colours.", "Write a haiku about rain.", "Count from one to twenty."):
         answer = official.chat.completions.create(model=MODEL, messages=user(text), temperature=0, max_tokens=60)
         assert answer.usage is not None
         delivered += answer.usage.completion_tokens
-    grown = {name: metric(laptop, name) - before[name] for name in names}
-    firsts = metric(laptop, "ddtree_emitted_tokens_total", **prefill) - first_before
+    grown = {name: metric(served, name) - before[name] for name in names}
+    firsts = metric(served, "ddtree_emitted_tokens_total", **prefill) - first_before
     # Health probes generate one token each, in their prefill, and touch no verify series.
     assert firsts >= 3
     assert grown["ddtree_acceptance_length_sum"] == delivered - 3
@@ -75,16 +69,16 @@ def test_metrics_add_up_to_the_tokens_delivered(laptop: Served, official: openai
     assert grown["ddtree_verify_steps_total"] < 0.8 * (delivered - 3)
 
 
-def test_every_forward_without_a_gpu_is_a_counted_fallback(laptop: Served, official: openai.OpenAI) -> None:
+def test_every_forward_without_a_gpu_is_a_counted_fallback(served: Served, official: openai.OpenAI) -> None:
     def fallbacks(role: str) -> float:
-        return metric(laptop, "ddtree_graph_fallbacks_total", role=role, reason="no_cuda")
+        return metric(served, "ddtree_graph_fallbacks_total", role=role, reason="no_cuda")
 
-    before = fallbacks("target"), fallbacks("draft"), metric(laptop, "ddtree_verify_steps_total")
+    before = fallbacks("target"), fallbacks("draft"), metric(served, "ddtree_verify_steps_total")
     official.chat.completions.create(model=MODEL, messages=user("Hello"), temperature=0, max_tokens=20)
-    steps = metric(laptop, "ddtree_verify_steps_total") - before[2]
+    steps = metric(served, "ddtree_verify_steps_total") - before[2]
     assert fallbacks("draft") - before[1] == steps
     assert fallbacks("target") - before[0] >= steps + 1  # and the prefill
-    assert metric(laptop, "ddtree_graph_replays_total") == 0
+    assert metric(served, "ddtree_graph_replays_total") == 0
 
 
 def test_a_stream_carries_the_same_text_in_fewer_chunks_than_tokens(official: openai.OpenAI) -> None:
@@ -135,22 +129,22 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(official: openai.Op
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_the_engine_within_a_second(laptop: Served, stream: bool) -> None:
+def test_a_client_that_leaves_frees_the_engine_within_a_second(served: Served, stream: bool) -> None:
     body = {"model": MODEL, "messages": user("Tell a very long story."), "ignore_eos": True, "max_tokens": 4000}
-    eventually(lambda: metric(laptop, "ddtree_running_requests") == 0)
+    eventually(lambda: metric(served, "ddtree_running_requests") == 0)
     with httpx.Client(timeout=60, trust_env=False) as client:
         if stream:
-            with client.stream("POST", f"{laptop.url}/v1/chat/completions", json={**body, "stream": True}) as answer:
+            with client.stream("POST", f"{served.url}/v1/chat/completions", json={**body, "stream": True}) as answer:
                 next(answer.iter_lines())
-                assert metric(laptop, "ddtree_running_requests") == 1
+                assert metric(served, "ddtree_running_requests") == 1
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{laptop.url}/v1/chat/completions", json=body, timeout=1.5)
+                client.post(f"{served.url}/v1/chat/completions", json=body, timeout=1.5)
     # Bounded well under what the request would have taken; the second is for people, the rest for a busy machine.
-    eventually(lambda: metric(laptop, "ddtree_running_requests") == 0, seconds=5)
+    eventually(lambda: metric(served, "ddtree_running_requests") == 0, seconds=5)
 
 
-def test_mixed_requests_at_once_answer_as_alone(laptop: Served, official: openai.OpenAI) -> None:
+def test_mixed_requests_at_once_answer_as_alone(served: Served, official: openai.OpenAI) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     texts = ["What is rain?", "List two birds.", "Why do we sleep?", "Say hello in French.", "What is seven times six?"]
@@ -164,15 +158,25 @@ def test_mixed_requests_at_once_answer_as_alone(laptop: Served, official: openai
         assert list(pool.map(ask, texts)) == alone
 
 
-def test_the_launcher_serves_from_any_directory_says_so_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_the_launcher_serves_from_any_directory_says_so_drains_and_stops(tmp_path: Path, background: bool) -> None:
     port = free_port()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
-    # With SIGINT ignored, as a shell starts its background jobs.
-    command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    # A shell starts its background jobs with SIGINT ignored.
+    command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"] if background else []
     command += [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
     log = tmp_path / "log"
     with log.open("wb") as output:
-        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
+        child = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+
+    def stop() -> None:
+        if background:
+            child.send_signal(signal.SIGTERM)
+        else:  # a terminal's Ctrl-C reaches every process of the group, Ray's too
+            os.killpg(child.pid, signal.SIGINT)
+
     try:
         deadline = time.monotonic() + START_S
         while "Ready on" not in log.read_text(errors="replace"):
@@ -186,9 +190,10 @@ def test_the_launcher_serves_from_any_directory_says_so_and_stops(tmp_path: Path
         with httpx.stream("POST", answer.url, json=running, timeout=60, trust_env=False) as stream:
             lines = stream.iter_lines()
             next(lines)
-            child.send_signal(signal.SIGTERM)
+            stop()
             *_, finish, _, done, _ = lines
         assert '"finish_reason":"length"' in finish and done == "data: [DONE]"
+        assert child.wait(60) == 0
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(60)

@@ -27,3 +27,16 @@ def test_readiness_is_asked_past_the_environments_proxy() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_switches_are_printed_for_a_shell() -> None:
+    from serve_app.launch import SERVE_SWITCHES
+
+    done = subprocess.run(
+        [sys.executable, "-m", "serve_app.launch", "--switches"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [f"export {name}={value}" for name, value in SERVE_SWITCHES.items()]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from serve_app.metrics import EngineMetrics, GatewayMetrics
+from serve_app.metrics import EngineMetrics, GatewayMetrics, ProcessMetrics, exemplar
 
 UNITS = ("milliseconds", "minutes", "hours", "kilobytes", "megabytes", "percent")
 
@@ -25,7 +25,9 @@ def families() -> list[Any]:
     registry = CollectorRegistry()
     GatewayMetrics(registry)
     EngineMetrics(registry, "m", 8, ["no_cuda"])
-    return list(registry.collect())
+    ProcessMetrics(registry)
+    # `process_*` are prometheus_client's own.
+    return [family for family in registry.collect() if not family.name.startswith("process_")]
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda f: f.name)
@@ -62,3 +64,41 @@ def test_tokens_of_a_verify_step_add_up(
     assert emitted + value("ddtree_trimmed_tokens_total") == accepted + 1
     assert value("ddtree_acceptance_length_sum") == emitted
     assert value("ddtree_acceptance_length_count") == value("ddtree_verify_steps_total") == 1
+
+
+def test_rows_of_a_bucket_are_real_or_padding(registry: CollectorRegistry, engine: EngineMetrics) -> None:
+    engine.graph_replay("target", padding_rows=3, bucket=8)
+    engine.graph_replay("target", padding_rows=0, bucket=8)
+
+    def rows(kind: str) -> float | None:
+        labels = {"model": "m", "role": "target", "bucket": "8", "kind": kind}
+        return registry.get_sample_value("ddtree_graph_bucket_rows_total", labels)
+
+    assert (rows("real"), rows("padding")) == (13, 3)
+
+
+def test_steps_are_counted_by_budget(registry: CollectorRegistry, engine: EngineMetrics) -> None:
+    for nodes in (15, 7, 15):
+        engine.verify_step(accepted=1, emitted=2, committed=2, nodes=nodes)
+    counted = {
+        n: registry.get_sample_value("ddtree_budget_steps_total", {"model": "m", "budget": n}) for n in ["7", "15"]
+    }
+    assert counted == {"7": 1, "15": 2}
+
+
+def test_the_last_capture_is_told(registry: CollectorRegistry, engine: EngineMetrics) -> None:
+    engine.graph_capture("draft", graphs=4, seconds=1.5, reserved_bytes=1 << 20)
+    engine.graph_capture("draft", graphs=3, seconds=1.0, reserved_bytes=1 << 19)
+    labels = {"model": "m", "role": "draft"}
+    names = ("ddtree_graph_captured", "ddtree_graph_capture_seconds", "ddtree_graph_capture_bytes")
+    assert [registry.get_sample_value(name, labels) for name in names] == [3, 1.0, 1 << 19]
+
+
+@pytest.mark.parametrize("length", [1, 118])
+def test_a_request_id_within_the_formats_room_becomes_an_exemplar(length: int) -> None:
+    assert exemplar("r" * length) == {"request_id": "r" * length}
+
+
+@pytest.mark.parametrize("length", [0, 119])
+def test_no_exemplar_is_better_than_an_invalid_one(length: int) -> None:
+    assert exemplar("r" * length) is None

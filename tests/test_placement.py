@@ -11,10 +11,10 @@ import pytest
 from serve_app.launch import SERVE_SWITCHES
 from tests.conftest import FULL, ROOT, full_only
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(620)
 SCENARIOS = ["wrong", "placed", "node_lost", "deleted"]
 if FULL:
-    SCENARIOS[2:3] = ["crowded", "controller", "node_lost", "drained"]
+    SCENARIOS[2:3] = ["crowded", "controller", "gcs", "proxy", "node_lost", "drained"]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def seen() -> dict[str, Any]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.placement_cluster", ",".join(SCENARIOS)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
@@ -62,6 +62,21 @@ def test_streams_outlive_controller_and_replica(seen: dict[str, Any]) -> None:
 @full_only
 def test_no_placement_group_is_left_over_from_controller_and_replica(seen: dict[str, Any]) -> None:
     assert seen["controller"]["tidy"], seen["controller"]["groups"]
+
+
+@full_only
+def test_streams_outlive_the_heads_state_server(seen: dict[str, Any]) -> None:
+    assert seen["gcs"]["answers"] == {"whole": 30}
+
+
+@full_only
+def test_replicas_are_replaced_after_the_heads_state_server_came_back(seen: dict[str, Any]) -> None:
+    assert seen["gcs"]["later"] == {"whole": 10} and seen["gcs"]["healed"]
+
+
+@full_only
+def test_nobody_hangs_on_a_killed_proxy_and_it_comes_back(seen: dict[str, Any]) -> None:
+    assert (seen["proxy"]["hung"], seen["proxy"]["back"]) == (0, True)
 
 
 def test_streams_outlive_a_node(seen: dict[str, Any]) -> None:

@@ -32,9 +32,10 @@ async def test_a_stream_counts_every_token_once() -> None:
     assert sum(item.tokens for item in items) == 4
 
 
-async def test_without_streaming_there_is_one_item() -> None:
-    (item,) = await run("a b", stream=False)
-    assert json.loads(item.data)["choices"][0]["message"]["content"] == "a b"
+async def test_without_streaming_the_body_follows_a_sign_that_tokens_come() -> None:
+    began, body = await run("a b c", stream=False)
+    assert (began.data, began.tokens, body.tokens) == (b"", 1, 2)
+    assert json.loads(body.data)["choices"][0]["message"]["content"] == "a b c"
 
 
 async def test_the_first_chunk_does_not_wait_for_the_second() -> None:

@@ -1,7 +1,6 @@
 """The whole application through Serve, two ingresses and two replicas, as the official client sees it."""
 
 import threading
-from collections.abc import Iterator
 
 import httpx
 import openai
@@ -9,15 +8,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Served, chat, metric
+from tests.conftest import Served, chat, eventually, metric
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture
-def official(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-        yield client
 
 
 def user(text: str) -> list[ChatCompletionMessageParam]:
@@ -80,6 +73,18 @@ def test_counters_add_up_over_all_processes(served: Served, client: httpx.Client
         thread.join()
     after = metric(served, "gateway_requests_total", **labels), metric(served, "fake_submits_total")
     assert [b - a for a, b in zip(before, after, strict=True)] == [20, 20]
+
+
+def test_prometheus_is_told_of_every_process(client: httpx.Client) -> None:
+    eventually(lambda: client.get("/-/prometheus/targets").status_code == 200)
+    response = client.get("/-/prometheus/targets")
+    assert response.headers["content-type"] == "application/json"
+    labels = [entry["labels"] for entry in response.json()]
+    assert sorted(label["deployment"] for label in labels) == ["engine", "engine", "ingress", "ingress"]
+    assert {label["model"] for label in labels} == {"fake"} and all(label["node"] for label in labels)
+    for entry in response.json():
+        page = httpx.get(f"http://{entry['targets'][0]}{entry['labels']['__metrics_path__']}", trust_env=False)
+        assert "ddtree_start_time_seconds" in page.text
 
 
 def test_every_process_is_on_the_page_of_any(served: Served, client: httpx.Client) -> None:

@@ -42,6 +42,10 @@ def accept_walk(tokens: Tensor, parents: Tensor, posterior: Tensor, max_depth: i
         max_depth: D, where the walk stops; at least the tree's depth to accept all that matches.
     """
     size = tokens.shape[1]
+    if size == 1:
+        indices = torch.full((tokens.shape[0], max_depth + 1), -1, dtype=torch.int64, device=tokens.device)
+        indices[:, 0] = 0
+        return Accepted(indices, torch.ones_like(posterior[:, 0]), posterior[:, 0])
     nodes = torch.arange(size, device=tokens.device)
     # hit[b, n, c]: c is a child of n and carries n's token. The first such child, or N for none; N leads to N.
     hit = (parents[:, None] == nodes[:, None]) & (tokens[:, None] == posterior[:, :, None])

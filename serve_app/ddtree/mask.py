@@ -13,6 +13,8 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     """bool [B, N, N] from parents int64 [B, N] (root and unused nodes: -1): row n may see column m when m is n or one
     of its ancestors. Parent index < child index is not needed, acyclicity is."""
     batch, size = parents.shape
+    if size == 1:
+        return torch.ones((batch, 1, 1), dtype=torch.bool, device=parents.device)
     seen = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     # A sentinel row N ends every path; each round doubles the distance looked up, so log2(N) rounds reach the root.
     up = torch.where(parents < 0, size, parents)

@@ -99,6 +99,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Trail:
+    """How one choice came about, for traces. Times are Unix time in nanoseconds, None for what was never reached.
+
+    Attributes:
+        queued_ns: it began to wait. admitted_ns: it got its slot. first_token_ns, finished_ns: of its answer.
+        steps: verify steps. accepted: drafts accepted in them. nodes: tree nodes verified, roots excluded.
+        eager_forwards: forwards over batches it was part of that no graph served.
+    """
+
+    queued_ns: int
+    finished_ns: int
+    admitted_ns: int | None = None
+    first_token_ns: int | None = None
+    steps: int = 0
+    accepted: int = 0
+    nodes: int = 0
+    eager_forwards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one step committed for one choice.
 
@@ -109,7 +129,7 @@ class Chunk:
             can lag behind `token_ids` and be empty.
         logprobs: one entry per token id, when asked for.
         finish_reason: set on the choice's last chunk. stop_reason: the stop string or token id that ended it.
-        usage: on the choice's last chunk.
+        usage: on the choice's last chunk. trail: likewise, where the engine keeps such books.
         delta: engine-parsed OpenAI delta fields (`reasoning_content`, `tool_calls`) when the engine has parsers.
     """
 
@@ -121,6 +141,7 @@ class Chunk:
     stop_reason: str | int | None = None
     usage: Usage | None = None
     delta: Mapping[str, Any] | None = None
+    trail: Trail | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ What this package does not do: generate, or place replicas.
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
@@ -16,7 +18,9 @@ from serve_app.exporter import Exporter
 from serve_app.ingress.backend import HandleBackend
 from serve_app.ingress.generation import Gateway
 from serve_app.ingress.routes import create_app
+from serve_app.logs import adopt_library
 from serve_app.metrics import GatewayMetrics
+from serve_app.tracing import make_tracer
 
 __all__ = ["Ingress"]
 
@@ -31,6 +35,9 @@ class Ingress:
     ) -> None:
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
+        scaling = config.autoscaling
+        least = config.replica.num_replicas if scaling.max_replicas is None else scaling.min_replicas
+        metrics.serves(config.model.id, least)
         self._gateway = Gateway(
             config=config,
             backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
@@ -38,9 +45,11 @@ class Ingress:
             metrics=metrics,
             admission=Admission(config.admission, metrics, config.ingress.num_replicas),
         )
-        self._exporter = Exporter(registry, config.metrics, exporters)
+        self._exporter = Exporter(registry, config.metrics, exporters, config.model.id)
         self._gateway.name = self._exporter.name
         self._exporter.start()
+        self._gateway.tracer = make_tracer(config.tracing, self._exporter.name)
+        adopt_library()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve's HTTP server puts x-request-id on every response itself.
@@ -49,3 +58,5 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it after the drain
         if hasattr(self, "_exporter"):
             await self._exporter.stop()
+        if hasattr(self, "_gateway") and self._gateway.tracer is not None:
+            await asyncio.to_thread(self._gateway.tracer.close)

@@ -43,6 +43,9 @@ class Backend(Protocol):
     async def pages(self) -> dict[str, str]:
         """Exporters that live now: replica → URL."""
 
+    async def targets(self) -> list[dict[str, Any]]:
+        """Those exporters for Prometheus's service discovery. Raises NotReady while some may not have reported yet."""
+
 
 class HandleBackend:
     """Replicas behind a deployment handle, exporters behind another.
@@ -101,6 +104,14 @@ class HandleBackend:
     async def pages(self) -> dict[str, str]:
         with _ray_errors():
             result: dict[str, str] = await self._exporters.living.remote()
+        return result
+
+    async def targets(self) -> list[dict[str, Any]]:
+        with _ray_errors():
+            result: list[dict[str, Any]] | None = await self._exporters.targets.remote()
+        if result is None:
+            # Prometheus keeps the list it has, which is better than a part of the next one.
+            raise NotReady("The exporters are still reporting.", retry_after=1)
         return result
 
     async def _call(self, response: Any) -> Any:

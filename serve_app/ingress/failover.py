@@ -55,7 +55,7 @@ class Failover:
             retried) where it lost more replicas than policy allows; whatever the backend raises otherwise.
         """
         parts: list[Progress] = []
-        lost, wait_s = 0, 0.0
+        lost, wait_s, begun = 0, 0.0, False
         while True:
             sent = merge(job.choices, parts) if parts else ()
             try:
@@ -64,6 +64,9 @@ class Failover:
                         self.metrics.resumes.labels("resumed").inc()
                         wait_s = 0.0
                     parts.extend(item.progress)
+                    if begun and not item.data and item.error is None:
+                        continue  # that generation has begun is known
+                    begun = True
                     yield item
                 return
             except ServeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
@@ -23,8 +23,9 @@ from serve_app.ingress.backend import Backend
 from serve_app.ingress.failover import Failover
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
-from serve_app.metrics import GatewayMetrics
+from serve_app.metrics import GatewayMetrics, exemplar
 from serve_app.protocol import Item, Job, error_frames
+from serve_app.tracing import Tracer
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 STREAM_HEADERS = [
@@ -44,6 +45,7 @@ class Gateway:
     metrics: GatewayMetrics
     admission: Admission
     name: str = "ingress"
+    tracer: Tracer | None = None
     last_token_at: float | None = None
 
 
@@ -84,7 +86,7 @@ class Generation(Response):
         """Returns what is still to be sent as the last message."""
         gateway = self._gateway
         info = await gateway.backend.info()
-        job = replace(self._make_job(info), session=self._record.session)
+        job = replace(self._make_job(info), session=self._record.session, origin=self._record.origin())
         async with gateway.admission.slot(self._record.caller, self._record.priority):
             return await self._generate(job, info, send)
 
@@ -98,11 +100,9 @@ class Generation(Response):
                 first = await anext(items, None)
             if first is None:
                 raise EngineFailed("The engine gave no answer.")
-            if first.error is not None:
-                raise first.error
-            self._seen(first, n)
+            self._accept(first, n)
             if not job.stream:
-                return first.data
+                return await self._whole(first, items, n)
             self._streaming = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             await send({"type": "http.response.body", "body": first.data, "more_body": True})
@@ -125,9 +125,24 @@ class Generation(Response):
                 record.body_bytes = 0
                 admission.used(record.caller, "prompt", part.usage.prompt_tokens)
 
+    async def _whole(self, last: Item, items: AsyncIterator[Item], n: int) -> bytes:
+        """The body of an answer that does not stream: it comes in the last item."""
+        async for last in items:
+            self._accept(last, n)
+        if not last.data:
+            raise EngineFailed("The engine gave no answer.")
+        return last.data
+
+    def _accept(self, item: Item, n: int) -> None:
+        """While the status line can still tell an error: raise it."""
+        if item.error is not None:
+            raise item.error
+        self._seen(item, n)
+
     def _seen(self, item: Item, n: int) -> None:
         self._charge(item, n)
         now = time.monotonic()
+        self._record.tokens += item.tokens
         if item.tokens:
             self._gateway.last_token_at = now
         if not self._record.stream:
@@ -135,7 +150,7 @@ class Generation(Response):
         metrics, labels = self._gateway.metrics, (self._record.model, "true")
         if item.content and not self._record.has_content:
             self._record.has_content = True
-            metrics.ttft.labels(*labels).observe(now - self._record.started)
+            metrics.ttft.labels(*labels).observe(now - self._record.started, exemplar(self._record.request_id))
         elif self._record.has_content and item.tokens:
             itl = metrics.itl.labels(*labels)
             for _ in range(item.tokens):
@@ -154,7 +169,7 @@ class Generation(Response):
     def _fail(self, error: ServeError) -> None:
         self._doubt(error)
         self._record.error, self._record.status = error, error.status
-        self._gateway.metrics.stream_errors.labels(self._record.model).inc()
+        self._gateway.metrics.stream_errors.labels(self._record.model).inc(exemplar=exemplar(self._record.request_id))
 
 
 async def is_ready(gateway: Gateway) -> None:

@@ -25,7 +25,8 @@ from starlette.exceptions import HTTPException
 from serve_app import __version__
 from serve_app.engines.base import ModelInfo
 from serve_app.errors import MethodNotAllowed, ModelNotFound, RouteNotFound, ServeError
-from serve_app.exporter import merge, scrape
+from serve_app.exporter import scrape
+from serve_app.exposition import merge
 from serve_app.ingress.generation import Gateway, Generation, is_ready
 from serve_app.ingress.limits import bounded, deadline, read_body
 from serve_app.ingress.scope import Record, RequestScope
@@ -57,7 +58,7 @@ def create_app(gateway: Gateway, *, sets_request_id: bool = True) -> FastAPI:
         title="DDTree Serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         responses=_errors(404, 405, 500),
     )  # fmt: skip
-    app.add_middleware(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id)
+    app.add_middleware(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id, tracer=gateway.tracer)
     app.add_exception_handler(HTTPException, _http_exception)
     _add_generation(app, gateway)
     _add_models(app, gateway)
@@ -130,11 +131,13 @@ def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_operations(app: FastAPI, gateway: Gateway) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_answer(answers.Status))
     async def health() -> Response:
         """This process answers."""
         return _json({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)  # some load balancers probe with it
     @app.get("/ready", responses=_answer(answers.Status) | _errors(503))
     async def ready(request: Request) -> Response:
         """A replica generated lately, or does now."""
@@ -149,6 +152,11 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
     async def metrics() -> Response:
         """Every process's series, in Prometheus's text format."""
         return Response(await _metrics(gateway), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @app.get("/-/prometheus/targets", responses=_answer(answers.Targets) | _errors(503))
+    async def targets(request: Request) -> Response:
+        """Every process's exporter, in the format of Prometheus's HTTP service discovery."""
+        return _json(await _short(gateway, request, gateway.backend.targets))
 
 
 async def _metrics(gateway: Gateway) -> bytes:

@@ -31,7 +31,9 @@ from serve_app.errors import (
     RateLimited,
     ServeError,
 )
-from serve_app.metrics import GatewayMetrics
+from serve_app.metrics import GatewayMetrics, exemplar
+from serve_app.protocol import Origin
+from serve_app.tracing import Tracer
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 UNKNOWN_MODEL = "unknown"
@@ -64,20 +66,33 @@ class Record:
     priority: Priority = "interactive"
     body_bytes: int = 0
     session: str = ""
+    tokens: int = 0
+    span: Any = None
+    trace: dict[str, str] = field(default_factory=dict)
+
+    def origin(self) -> Origin:
+        """What a job tells its replica about the request."""
+        return Origin(self.request_id, self.trace, time.time_ns())
 
 
 class RequestScope:
     """Wraps the application. `sets_request_id`: false where the server in front adds the header itself."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, *, sets_request_id: bool) -> None:
-        self._app, self._metrics, self._sets_request_id = app, metrics, sets_request_id
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, *, sets_request_id: bool, tracer: Tracer | None = None
+    ) -> None:
+        self._app, self._metrics, self._sets_request_id, self._tracer = app, metrics, sets_request_id, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         record = Record(given if SANE_ID.match(given) else uuid.uuid4().hex)
+        if self._tracer is not None and scope["method"] == "POST":
+            record.span = self._tracer.begin("POST", headers)
+            record.trace = self._tracer.carry(record.span)
         scope.setdefault("state", {})["record"] = record
         started = False
 
@@ -116,14 +131,24 @@ class RequestScope:
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         status = record.status or ServeError.status
         self._metrics.requests.labels(route, str(status), record.model).inc()
+        if self._tracer is not None and record.span is not None:
+            about = {"request.id": record.request_id, "gen_ai.request.model": record.model}
+            self._tracer.finish(record.span, "POST", route, status, about)
+        fields = {
+            "request_id": record.request_id, "endpoint": route, "status": status, "model": record.model,
+            "stream": record.stream, "tokens": record.tokens, "seconds": round(time.monotonic() - record.started, 4),
+        }  # fmt: skip
         if record.error is None:
+            if scope["method"] == "POST":
+                logger.info("request %s on %s: %d", record.request_id, route, status, extra=fields)
             return
         reason = reject_reason(record.error)
         # A probe that fails refuses nobody, and an answer that broke off had been accepted.
         if reason is not None and scope["method"] == "POST" and not (started and record.stream):
             self._metrics.rejected.labels(reason).inc()
         code, param = record.error.code, record.error.param
-        logger.info("request %s on %s: %d %s param=%s", record.request_id, route, status, code, param)
+        said = (record.request_id, route, status, code, param)
+        logger.info("request %s on %s: %d %s param=%s", *said, extra={**fields, "code": code, "param": param})
 
 
 def reject_reason(error: ServeError) -> str | None:
@@ -144,7 +169,8 @@ def generating(metrics: GatewayMetrics, record: Record) -> Iterator[None]:
     finally:
         inflight.dec()
         stream = "true" if record.stream else "false"
-        metrics.duration.labels(record.model, stream).observe(time.monotonic() - record.started)
+        elapsed = time.monotonic() - record.started
+        metrics.duration.labels(record.model, stream).observe(elapsed, exemplar(record.request_id))
 
 
 async def send_error(error: ServeError, send: Send) -> None:

@@ -94,6 +94,8 @@ def _cached(name: str, root: Path, *, full: bool) -> Path:
             raise ModelFetchError(f"{fetch.directory(model, root)}: {problem}; {mend}")
         return fetch.directory(model, root)
     if not is_local(name):
+        if "/" in name:
+            raise ModelFetchError(f"{name}: Hugging Face keeps a cache of its own; `fetch {name}` prints the directory")
         raise unknown(name)
     path = local_path(name)
     check_model(path)

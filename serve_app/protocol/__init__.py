@@ -2,7 +2,7 @@
 
 from serve_app.protocol.body import parse_object
 from serve_app.protocol.frames import DONE, Renderer, error_frames
-from serve_app.protocol.jobs import Item, Job, chat_job, check_token_ids, completion_job, tokenize_request
+from serve_app.protocol.jobs import Item, Job, Origin, chat_job, check_token_ids, completion_job, tokenize_request
 from serve_app.protocol.resume import Progress, Work, merge, open_work
 from serve_app.protocol.validation import validate
 from serve_app.protocol.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -14,6 +14,7 @@ __all__ = [
     "DetokenizeRequest",
     "Item",
     "Job",
+    "Origin",
     "Progress",
     "Renderer",
     "TokenizeRequest",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 
 class ErrorBody(BaseModel):
@@ -92,3 +92,12 @@ class Status(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class Target(BaseModel):
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Targets(RootModel[list[Target]]):
+    pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
@@ -32,6 +32,15 @@ _RESERVED_KWARGS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a job comes from: its request's id, the W3C headers of the trace it is part of, and when it was sent on."""
+
+    request_id: str = ""
+    trace: dict[str, str] = field(default_factory=dict)
+    sent_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One HTTP request: its prompts run concurrently; choice `j` of prompt `i` has index `i * n + j`.
 
@@ -46,6 +55,7 @@ class Job:
     stream: bool
     include_usage: bool
     requests: tuple[GenerateRequest, ...]
+    origin: Origin = Origin()
     sent: tuple[Progress | None, ...] = ()
     session: str = ""
 
@@ -59,7 +69,8 @@ class Item:
     """What a replica yields for a job.
 
     Attributes:
-        data: finished SSE frames, or for `stream: false` the whole JSON body (then there is one item).
+        data: finished SSE frames; for `stream: false` nothing in a first item, which comes with the first tokens, and
+            the whole JSON body in the last.
         tokens: tokens emitted since the last item. content: whether `data` has text of the answer.
         error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
         progress: of a stream, the tokens behind `data`, from which another replica could go on.

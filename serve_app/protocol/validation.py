@@ -42,7 +42,7 @@ def _as_error(model: type[BaseModel], findings: list[Any], body: dict[str, Any])
     field = model.model_fields.get(str(top))
     extra = field.json_schema_extra if field else None
     if field is not None and isinstance(extra, dict) and extra.get("x-unsupported"):
-        return Unsupported(f"{top} cannot be used as given. {field.description}", param=str(top))
+        return Unsupported(f"{top} is not offered as given. {field.description}", param=str(top))
     # Of a union's branches, the one that got furthest is the one the client meant; at equal depth, the right type.
     same = [(_path(f, body), f) for f in findings if f["loc"][0] == top]
     path, finding = max(same, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
@@ -115,4 +115,4 @@ def _phrase(finding: Any) -> str:
     message = str(finding["msg"])
     for opening in ("Input should", "List should", "String should", "Dictionary should", "Value should"):
         message = message.replace(opening, "must")
-    return message.removeprefix("Value error, ")
+    return message.removeprefix("Value error, ").replace(" after validation", "")

@@ -29,17 +29,22 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def overlaps(self, blocks: Sequence[int], names: Collection[str]) -> dict[str, float]:
-        """Share of the blocks, from the first on, that each of `names` was sent; those without any are left out."""
+    def overlaps(self, blocks: Sequence[int], names: Collection[str], common: int = 0) -> dict[str, float]:
+        """Share of the blocks, from the first on, that each of `names` was sent; those without any are left out.
+
+        Args:
+            common: blocks at the beginning that many chats have alike (`common_blocks`); they count for nothing.
+        """
         depth: dict[str, int] = {}
-        for at, block in enumerate(blocks):
-            holders = self._holders.get(block, ())
-            going_on = [name for name in holders if depth.get(name, 0) == at and name in names]
+        going_on: Collection[str] = names
+        for at, block in enumerate(blocks, 1):
+            going_on = [name for name in self._holders.get(block, ()) if name in going_on]
             if not going_on:
                 break
             for name in going_on:
-                depth[name] = at + 1
-        return {name: count / len(blocks) for name, count in depth.items()}
+                depth[name] = at
+        own = len(blocks) - common
+        return {name: (count - common) / own for name, count in depth.items() if count > common}
 
     def sent(self, blocks: Sequence[int], name: str) -> None:
         """Remember that a prompt went to a replica."""
@@ -63,16 +68,25 @@ class PrefixTable:
 
 def blocks_of(request: GenerateRequest, block_chars: int) -> list[int]:
     """Chained hashes of a prompt's whole blocks, and of the rest."""
+    text = "".join(_pieces(request))
     hashes: list[int] = []
-    text, chain = "", 0
-    for piece in _pieces(request):
-        text += piece
-        while len(text) >= block_chars:
-            chain = hash((chain, text[:block_chars]))
-            hashes.append(chain)
-            text = text[block_chars:]
+    chain = 0
     # The last, unfinished block is not shared with the next turn, which goes on behind it.
+    for end in range(block_chars, len(text) + 1, block_chars):
+        chain = hash((chain, text[end - block_chars : end]))
+        hashes.append(chain)
     return hashes or [hash((chain, text))]
+
+
+def common_blocks(request: GenerateRequest, block_chars: int) -> int:
+    """Whole blocks before the first user message. Every replica soon holds a system prompt; if it attracted, each
+    ingress would crowd the replicas that it happened to send it to first, and others than its peers."""
+    chars = 0
+    for message, piece in zip(request.messages or (), _pieces(request), strict=False):
+        if message.get("role") == "user":
+            break
+        chars += len(piece)
+    return chars // block_chars
 
 
 def home_key(request: GenerateRequest, session: str) -> str:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A replica as a router sees it.
+class Candidate(NamedTuple):
+    """A replica as a router sees it (a tuple: one is made per replica and decision).
 
     Attributes:
         name: its id. ongoing: requests it works on. overlap: share of the prompt that it holds, 0 to 1.
@@ -35,31 +36,29 @@ class Policy:
     """`slack`: how many requests more than the mean a replica may have before affinity gives way, as a share of the
     mean; at least `least_slack` requests. `least_overlap`: less than this share of a prompt attracts nothing."""
 
-    slack: float = 0.25
-    least_slack: int = 2
+    slack: float = 0.5
+    least_slack: int = 4
     least_overlap: float = 0.1
 
 
 def rank(candidates: Sequence[Candidate], home_key: str, policy: Policy) -> list[str]:
-    """Names, the best first. Unhealthy replicas only where nobody is healthy: then a try beats none. O(n log n).
+    """Names, the best first, then by load. Unhealthy replicas only where nobody is healthy: then a try beats none.
 
     Args:
         home_key: what the turns of one chat have in common.
     """
     able = [c for c in candidates if c.healthy] or list(candidates)
-    if not able:
-        return []
+    if len(able) < 2:
+        return [candidate.name for candidate in able]
     bound = load_bound([c.ongoing for c in able], policy)
-
-    def order(candidate: Candidate) -> tuple[float, ...]:
-        crowded = candidate.ongoing > bound
-        overlap = candidate.overlap if candidate.overlap >= policy.least_overlap else 0.0
-        if crowded:
-            return (1, candidate.ongoing, -overlap, 0)
-        # Of those that hold as much, the home; of those that hold nothing, too.
-        return (0, -overlap, -home_weight(home_key, candidate.name), candidate.ongoing)
-
-    return [candidate.name for candidate in sorted(able, key=order)]
+    free = [c for c in able if c.ongoing <= bound]
+    most = max(c.overlap for c in free)
+    # Of those that hold as much, the home; of those that hold nothing, too.
+    alike = [c for c in free if c.overlap == most] if most >= policy.least_overlap else free
+    best = alike[0] if len(alike) == 1 else max(alike, key=lambda c: home_weight(home_key, c.name))
+    rest = [candidate for candidate in able if candidate is not best]
+    rest.sort(key=attrgetter("ongoing"))
+    return [best.name, *(candidate.name for candidate in rest)]
 
 
 def load_bound(loads: Sequence[int], policy: Policy) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from serve_app.protocol import Job
-from serve_app.router.prefixes import PrefixTable, blocks_of, home_key
+from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
 from serve_app.router.scoring import Candidate, Policy, rank
 
 SUSPECT_RETRY = 5
@@ -23,7 +23,7 @@ class PrefixRouter(RequestRouter):
     gets none."""
 
     def initialize_state(  # type: ignore[override]
-        self, max_blocks: int = 65536, block_chars: int = 256, suspect_s: float = 2.0, slack: float = 0.25
+        self, max_blocks: int = 65536, block_chars: int = 256, suspect_s: float = 2.0, slack: float = 0.5
     ) -> None:
         self._table = PrefixTable(max_blocks)
         self._block_chars, self._suspect_s = block_chars, suspect_s
@@ -42,7 +42,9 @@ class PrefixRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         overlaps: dict[str, float] = {}
         if job is not None and len(by_name) > 1:
-            overlaps = self._table.overlaps(blocks_of(job.requests[0], self._block_chars), by_name)
+            request = job.requests[0]
+            common = common_blocks(request, self._block_chars)
+            overlaps = self._table.overlaps(blocks_of(request, self._block_chars), by_name, common)
         candidates = [self._candidate(name, replica, overlaps) for name, replica in by_name.items()]
         # Calls that are no jobs go anywhere.
         key = home_key(job.requests[0], job.session) if job is not None else str(time.monotonic())

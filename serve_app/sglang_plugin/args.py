@@ -6,7 +6,8 @@
 | --speculative-eagle-topk | candidates per depth that the tree may use; 1 gives DFLASH's chain | 8 |
 | --speculative-dflash-block-size | the drafter's block; all but its first slot are drafted | the drafter's own |
 
-SGLANG_DDTREE_COMMIT_IN_GRAPH=0 takes acceptance and KV compaction out of the captured verify graph.
+SGLANG_DDTREE_COMMIT_IN_GRAPH=0 takes acceptance and KV compaction out of the captured verify graph;
+SGLANG_DDTREE_SPINE_FIRST=1 puts the drafter's whole top-1 chain into every tree before anything else.
 
 A refusal is a ValueError at start. What could give wrong tokens is refused here, not discovered later; what is merely
 unproven is refused too.
@@ -43,11 +44,13 @@ class Options:
         width: N, rows of a verify step, root included.
         topk: K, candidates per depth.
         block_size: rows of a draft forward.
+        spine_first: whether the top-1 chain goes into the tree before the heaviest nodes.
     """
 
     width: int
     topk: int
     block_size: int
+    spine_first: bool = False
 
     @property
     def budget(self) -> int:
@@ -75,6 +78,7 @@ def options(server_args: Any) -> Options:
         width=int(server_args.speculative_num_draft_tokens),
         topk=int(server_args.speculative_eagle_topk),
         block_size=int(server_args.speculative_dflash_block_size),
+        spine_first=os.environ.get("SGLANG_DDTREE_SPINE_FIRST", "0") != "0",
     )
 
 

@@ -6,6 +6,7 @@ What this module does not do: capture or replay (SGLang's runners do), or decide
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
@@ -91,9 +92,19 @@ def count_forward(model_runner: Any, forward_batch: Any, replayed: bool) -> None
     role = "draft" if model_runner.is_draft_worker else "target"
     runner = model_runner.decode_cuda_graph_runner
     if replayed:
-        metrics.graph_replay(role, runner.bs - runner.raw_bs)
+        metrics.graph_replay(role, runner.bs - runner.raw_bs, runner.bs)
     else:
         metrics.graph_fallback(role, fallback_reason(runner, forward_batch))
+
+
+def measured_capture(role: str, graphs: int, capture: Callable[[], None]) -> None:
+    """Run `capture` and tell the metrics its time and the device memory that it reserved."""
+    from serve_app.sglang_plugin import metrics
+
+    started, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+    capture()
+    grown = max(torch.cuda.memory_reserved() - reserved, 0)
+    metrics.graph_capture(role, graphs, time.perf_counter() - started, grown)
 
 
 def bound_triton_state(original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int) -> None:
@@ -128,6 +139,9 @@ def verify_runner_class() -> type:
     from serve_app.sglang_plugin.inputs import capture_verify_input
 
     class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
+        def capture(self) -> None:
+            measured_capture("target", len(self.capture_bs), super().capture)
+
         def get_spec_info(self, num_tokens: int) -> Any:
             verify_mask = self.attn_backend.verify_mask
             mask = self.buffers.custom_mask if verify_mask is None else verify_mask.buffer

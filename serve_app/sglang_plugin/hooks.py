@@ -90,6 +90,14 @@ def forward_raw(original: Callable[..., Any], model_runner: Any, forward_batch: 
     return output
 
 
+def draft_embeds(original: Callable[..., dict[str, Any]], model_runner: Any, forward_batch: Any, *args: Any) -> Any:
+    """SGLang casts given embeddings to bfloat16 when it runs eagerly, which a float16 drafter cannot multiply."""
+    kwargs = original(model_runner, forward_batch, *args)
+    if forward_batch.input_embeds is not None and model_runner.is_draft_worker and is_ddtree(model_runner.server_args):
+        kwargs["input_embeds"] = forward_batch.input_embeds
+    return kwargs
+
+
 def triton_graph_state(
     original: Callable[..., None], backend: Any, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any
 ) -> None:
@@ -126,6 +134,37 @@ def batch_result(original: Callable[..., None], processor: Any, batch: Any, resu
     return None
 
 
+def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """Look for the end of the answer token by token, as it is looked for without drafts.
+
+    SGLang asks about a whole accepted block at once, and asks for the limit first: an end-of-sequence token that is
+    accepted in the block that crosses max_new_tokens would be answered together with what follows it, and of two stops
+    in a block the first of the kinds would win, not the first of the text.
+    """
+    if new_accepted_len <= 1 or req.finished() or req.to_finish or _running() is None:
+        return original(req, new_accepted_len)
+    ids, grammar = req.output_ids, req.grammar
+    later = ids[1 - new_accepted_len :]
+    del ids[1 - new_accepted_len :]
+    req.grammar = None  # it has taken the whole block already and speaks of its last token only
+    seen = 0
+    try:
+        while True:
+            if seen == len(later):
+                req.grammar = grammar
+            original(req, 1)
+            if req.finished() or seen == len(later):
+                break
+            ids.append(later[seen])
+            seen += 1
+        if req.finished() and req.finished_len is None:
+            req.finished_len = len(ids)
+    finally:
+        req.grammar = grammar
+        ids.extend(later[seen:])
+    return None
+
+
 _SRT = "sglang.srt."
 HOOKS = (
     Hook(_SRT + "server_args.ServerArgs.__post_init__", before_post_init, "BEFORE"),
@@ -135,6 +174,7 @@ HOOKS = (
     Hook(_SRT + "speculative.spec_utils.spec_need_hidden_states", need_hidden_states, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", decode_runner_class, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._forward_raw", forward_raw, "AROUND"),
+    Hook(_SRT + "model_executor.model_runner.ModelRunner._extend_forward_kwargs", draft_embeds, "AROUND"),
     Hook(
         _SRT + "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state", triton_graph_state, "AROUND"
     ),
@@ -143,6 +183,7 @@ HOOKS = (
         flashinfer_graph_state,
         "AROUND",
     ),
+    Hook(_SRT + "managers.schedule_batch.Req.update_finish_state", finish_state, "AROUND"),
     Hook(
         _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
         ".process_batch_result_decode",

@@ -46,9 +46,9 @@ def start(model: str, chosen: Options, enabled: bool) -> None:
     _exporter = Exporter(EngineMetrics(CollectorRegistry(), model, chosen.path, [str(r) for r in Fallback]), chosen)
 
 
-def graph_replay(role: str, padding_rows: int) -> None:
+def graph_replay(role: str, padding_rows: int, bucket: int) -> None:
     if _exporter is not None:
-        _exporter.metrics.graph_replay(role, padding_rows)
+        _exporter.metrics.graph_replay(role, padding_rows, bucket)
 
 
 def graph_fallback(role: str, reason: str) -> None:
@@ -56,6 +56,11 @@ def graph_fallback(role: str, reason: str) -> None:
         _exporter.metrics.graph_fallback(role, str(reason))
     # Rare by design, and the first question when it is not.
     logger.debug("DDTREE: eager %s forward: %s", role, reason)
+
+
+def graph_capture(role: str, graphs: int, seconds: float, reserved_bytes: int) -> None:
+    if _exporter is not None:
+        _exporter.metrics.graph_capture(role, graphs, seconds, reserved_bytes)
 
 
 @dataclass

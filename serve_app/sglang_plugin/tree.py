@@ -1,9 +1,10 @@
 """Draft trees of a fixed size on the GPU, in SGLang's encoding, without a host loop or a synchronisation.
 
-One program per request walks the best-first order over the drafter's candidates: after the whole top-1 chain, always
-the heaviest of "next sibling" and "first child" over all nodes taken so far. The result is `serve_app.ddtree.tree`'s:
-the same nodes and links wherever no two weights are equal, and the same weights in any case (among equals, the earlier
-node's child, then its sibling, comes first). A node's index is above its parent's, so a causal bound on rows is safe.
+One program per request walks the best-first order over the drafter's candidates: always the heaviest of "next sibling"
+and "first child" over all nodes taken so far, after the whole top-1 chain where that is asked for. The result is the
+tree of `serve_app.ddtree.tree`: the same nodes and links wherever no two weights are equal, and the same weights in any
+case (among equals, the earlier node's child, then its sibling, comes first). A node's index is above its parent's, so a
+causal bound on rows is safe.
 
 Links, as SGLang's verify walks them: next_token is a node's first child, next_sibling the parent's next child, -1 for
 none; retrieve_index is the node's row in the flat batch.
@@ -68,13 +69,13 @@ def build_trees(
     Args:
         roots: int64 [B], any stride: last committed tokens. starts: int [B]: their positions.
         tokens: int64 [B, D, K], candidates per depth, contiguous. logps: float32 [B, D, K], descending along K.
-        chosen: N = `width` and D = `depth` of it are used; K is the tensors'.
+        chosen: N = `width`, D = `depth` and `spine_first` of it are used; K is the tensors'.
     """
     batch, depth, k = tokens.shape
     _build[(batch,)](
         tokens, logps, roots, starts, out.tokens, out.positions, out.parents, out.index, out.next_token,
         out.next_sibling, roots.stride(0), chosen.width, depth, k, FLOOR,
-        LANES=triton.next_power_of_2(chosen.width), num_warps=1,
+        SPINE=int(chosen.spine_first), LANES=triton.next_power_of_2(chosen.width), num_warps=1,
     )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def write_mask(mask: Tensor, parents: Tensor, starts: Tensor) -> None:
 @triton.jit
 def _build(  # type: ignore[no-untyped-def]
     tokens, logps, roots, starts, out_tokens, out_positions, out_parents, out_index, out_next_token, out_next_sibling,
-    root_stride, width, depths, k, FLOOR, LANES: tl.constexpr,
+    root_stride, width, depths, k, FLOOR, SPINE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     tokens += request * depths * k
@@ -106,14 +107,14 @@ def _build(  # type: ignore[no-untyped-def]
     # Per node: its weight, its parent's weight, and the weights of what it offers (-inf: nothing, or taken).
     weight = tl.zeros((LANES,), tl.float32)
     above = tl.zeros((LANES,), tl.float32)
-    child = none
+    child = tl.where((lane == 0) & (SPINE == 0), tl.maximum(tl.load(logps), FLOOR), none)
     sibling = none
     # parent | depth << 8 | rank << 16, of nodes other than the root.
     packed = tl.zeros((LANES,), tl.int32)
     token = tl.where(lane == 0, tl.load(roots + request * root_stride), 0)
     next_token = minus
     next_sibling = minus
-    spine = tl.minimum(depths, width - 1)
+    spine = tl.minimum(depths, width - 1) * SPINE
     path = tl.full((), 0.0, tl.float32)
     for level in range(spine):
         here = lane == level + 1

@@ -8,9 +8,10 @@ work=${WORK:-$HOME/ddtree-gpu}
 out=${OUT:-$work/out}
 mkdir -p "$work/entry/ddtree_serve-0.1.0.dist-info" "$work/cache" "$out"
 printf 'Metadata-Version: 2.1\nName: ddtree-serve\nVersion: 0.1.0\n' > "$work/entry/ddtree_serve-0.1.0.dist-info/METADATA"
-printf '[sglang.srt.plugins]\nddtree = serve_app.sglang_plugin.plugin:register\n' \
+printf '%s\n' '[sglang.srt.plugins]' 'ddtree = serve_app.sglang_plugin.plugin:register' \
+  'ddtree_dump = tests.gpu.dump_plugin:register' \
   > "$work/entry/ddtree_serve-0.1.0.dist-info/entry_points.txt"
-export PYTHONPATH="${SITE:+$SITE:}$root:$work/entry${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root:${SITE:+$SITE:}$work/entry${PYTHONPATH:+:$PYTHONPATH}"
 export TVM_FFI_CACHE_DIR="$work/cache/tvm" TRITON_CACHE_DIR="$work/cache/triton" FLASHINFER_WORKSPACE_BASE="$work/cache"
 export TORCHINDUCTOR_CACHE_DIR="$work/cache/inductor" SGLANG_CACHE_DIR="$work/cache/sglang" PYTHONUNBUFFERED=1 OUT="$out"
 model=${MODEL:-$work/model}

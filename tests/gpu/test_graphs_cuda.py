@@ -38,7 +38,7 @@ class Rig:
 
         self.runner = GraphRunner(
             forward, device="cuda", batch_sizes=[1, 2, 4], widths=[1, 5], fields=FIELDS,
-            on_replay=lambda role, padding: self.counted.append(padding),
+            on_replay=lambda role, padding, size: self.counted.append(padding),
             on_fallback=lambda role, reason: self.counted.append(reason),
         )  # fmt: skip
         self.runner.capture()

@@ -122,11 +122,12 @@ async def test_a_finished_prompt_is_not_run_again(prompts: list[str]) -> None:
     )
 
 
-async def test_an_answer_that_does_not_stream_starts_anew() -> None:
-    response, backend, gateway = await run(chat("a b c"), [0, 0])
+@pytest.mark.parametrize("life", [0, 1])
+async def test_an_answer_that_does_not_stream_starts_anew(life: int) -> None:
+    response, backend, gateway = await run(chat("a b c"), [life, life])
     assert response.json()["choices"][0]["message"]["content"] == "a b c"
     assert response.json()["usage"]["completion_tokens"] == 3
-    assert len(backend.jobs) == 3 and outcomes(gateway)["resumed"] == 1
+    assert len(backend.jobs) == 3 and outcomes(gateway)["resumed"] == 1 + life
 
 
 async def test_a_stream_loses_a_bounded_number_of_replicas() -> None:

@@ -1,8 +1,11 @@
 """What a request leaves in the gateway's series."""
 
+import asyncio
+import re
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.ingress.generation import Gateway
@@ -44,6 +47,24 @@ async def test_one_interval_is_observed_per_token_after_the_first_item() -> None
     assert gateway.registry.get_sample_value("gateway_itl_seconds_count", labels) == 3
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_queued_until_its_first_token(stream: bool) -> None:
+    gateway = await make_gateway()
+    value, labels = gateway.registry.get_sample_value, {"model": "fake"}
+
+    async def until(queued: float) -> None:
+        async with asyncio.timeout(60):
+            while (value("gateway_inflight_requests", labels), value("gateway_queued_requests", labels)) != (1, queued):
+                await asyncio.sleep(0.02)
+
+    async with direct_client(gateway) as client:
+        answer = asyncio.create_task(client.post(CHAT, json=chat("a b delay=1", stream=stream)))
+        await until(1)
+        await until(0)
+        assert not answer.done()
+        assert (await answer).status_code == 200
+
+
 async def test_ttft_waits_for_text_not_for_the_role() -> None:
     # The first byte of a character is a token without text.
     gateway = await after(CHAT, chat("bytes=c3a9 delay=0.2", stream=True))
@@ -72,6 +93,21 @@ async def test_only_requests_that_reached_generation_are_timed() -> None:
     assert gateway.registry.get_sample_value(
         "gateway_request_duration_seconds_count", {"model": "fake", "stream": "false"}
     ) in (None, 0)
+
+
+async def test_latencies_name_a_request_of_theirs() -> None:
+    gateway = await make_gateway()
+    async with direct_client(gateway) as client:
+        await client.post(CHAT, json=chat("a", stream=True), headers={"x-request-id": "mine"})
+    page = openmetrics.generate_latest(gateway.registry).decode()
+    for name in ("gateway_ttft_seconds_bucket", "gateway_request_duration_seconds_bucket"):
+        assert re.search(rf'^{name}{{.*}} 1.0 # {{request_id="mine"}}', page, re.MULTILINE)
+
+
+async def test_an_id_too_long_for_an_exemplar_costs_the_request_nothing() -> None:
+    async with direct_client() as client:
+        response = await client.post(CHAT, json=chat("a", stream=True), headers={"x-request-id": "i" * 128})
+    assert response.status_code == 200 and response.text.endswith("[DONE]\n\n")
 
 
 async def test_the_page_is_valid_and_each_family_is_declared_once() -> None:

@@ -208,6 +208,12 @@ async def test_ready_follows_the_engine_and_health_does_not() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_load_balancers_may_probe_with_head() -> None:
+    async with direct_client() as client:
+        answers = [await client.head(path) for path in ("/health", "/ready")]
+    assert [(answer.status_code, answer.content) for answer in answers] == [(200, b""), (200, b"")]
+
+
 async def test_an_unexpected_fault_is_an_envelope_without_details() -> None:
     gateway = await make_gateway()
     gateway.backend.info = None  # type: ignore[assignment, method-assign]

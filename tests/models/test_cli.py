@@ -45,6 +45,11 @@ def test_unknown_names(sandbox: Sandbox, command: str) -> None:
     assert not sandbox.cache.exists()
 
 
+@pytest.mark.parametrize("command", ["path", "verify"])
+def test_hub_models_are_not_in_this_cache(sandbox: Sandbox, command: str) -> None:
+    sandbox.fails(command, "some/model", says="`fetch some/model` prints the directory")
+
+
 def test_cache_option_wins_over_the_environment(sandbox: Sandbox, tmp_path: Path) -> None:
     result = sandbox.run("fetch", "tiny", "--cache", str(tmp_path / "other"))
     assert result.stdout.strip() == str(tmp_path / "other/models/tiny")

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
-from serve_app.router.prefixes import HOLDERS, PrefixTable, blocks_of, home_key
+from serve_app.router.prefixes import HOLDERS, PrefixTable, blocks_of, common_blocks, home_key
 
 
 def chat(*contents: str) -> GenerateRequest:
@@ -82,3 +82,15 @@ def test_turns_of_a_chat_have_one_home_key_and_chats_differ() -> None:
 
 def test_a_session_is_its_own_key() -> None:
     assert home_key(chat("system", "hello"), "s1") == "s1"
+
+
+def test_a_system_prompt_attracts_nothing() -> None:
+    table, system = PrefixTable(1000), "s" * 200
+    first, other = chat(system, "u" * 100), chat(system, "v" * 100)
+    table.sent(blocks_of(first, 32), "a")
+    assert table.overlaps(blocks_of(other, 32), {"a"}, common_blocks(other, 32)) == {}
+    assert table.overlaps(blocks_of(first, 32), {"a"}, common_blocks(first, 32)) == {"a": 1.0}
+
+
+def test_without_a_chat_nothing_is_common() -> None:
+    assert common_blocks(plain("x" * 500), 32) == 0

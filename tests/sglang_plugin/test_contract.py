@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from serve_app.sglang_plugin.args import Options, check_backends, check_widths, validate_server_args
 from serve_app.sglang_plugin.plugin import SUPPORTED, PluginError, assert_installed, check_version
@@ -61,6 +62,8 @@ def test_every_hook_target_takes_the_arguments_its_hook_expects(sglang: ModuleTy
         "spec_need_hidden_states": ["server_args"],
         "_decode_cuda_graph_runner_cls": ["self"],
         "_forward_raw": ["self", "forward_batch", "pp_proxy_tensors", "reinit_attn_backend", "split_forward_count"],
+        "_extend_forward_kwargs": ["self", "forward_batch", "pp_proxy_tensors"],
+        "update_finish_state": ["self", "new_accepted_len"],
         "init_cuda_graph_state": ["self", "max_bs", "max_num_tokens", "kv_indices_buf"],
         "process_batch_result_decode": ["self", "batch", "result"],
     }
@@ -91,6 +94,20 @@ def test_other_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.sglang_plugin.plugin.version", lambda name: "0.5.99")
     with pytest.raises(PluginError, match=rf"supports sglang {SUPPORTED[0]}, not 0\.5\.99"):
         check_version()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_eager_draft_keeps_the_dtype_of_its_embeddings(sglang: ModuleType, dtype: torch.dtype) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    embeds = torch.ones(2, 4, dtype=dtype)
+    batch = SimpleNamespace(input_embeds=embeds, replace_embeds=None, replace_positions=None)
+    runner = SimpleNamespace(
+        is_draft_worker=True, server_args=SimpleNamespace(speculative_algorithm="DDTREE"), is_generation=True,
+        _pp_kwargs=lambda proxies: {},
+    )  # fmt: skip
+    assert ModelRunner._extend_forward_kwargs(runner, batch, None) == {"input_embeds": embeds}
+    assert ModelRunner._extend_forward_kwargs(runner, batch, None)["input_embeds"].dtype == dtype
 
 
 def test_the_worker_overrides_methods_that_exist(sglang: ModuleType) -> None:

@@ -11,7 +11,11 @@ from tests.sglang_plugin.conftest import DEVICE
 pytest.importorskip("triton", reason="the kernels need Triton")
 from serve_app.sglang_plugin.tree import TreeBuffers, build_trees, write_mask
 
-SHAPES = [Options(33, 8, 16), Options(65, 8, 16), Options(16, 1, 16), Options(8, 2, 4), Options(3, 4, 8)]
+SHAPES = [
+    Options(*widths, spine_first=spine)
+    for widths in ((33, 8, 16), (65, 8, 16), (16, 1, 16), (8, 2, 4), (3, 4, 8))
+    for spine in (False, True)
+]
 ROOTS, STARTS = torch.tensor([7, 8, 9], device=DEVICE), torch.tensor([5, 0, 11], device=DEVICE)
 
 
@@ -25,7 +29,7 @@ def candidates(chosen: Options, *, ties: bool = False) -> tuple[Tensor, Tensor]:
 def built(chosen: Options, tokens: Tensor, logps: Tensor) -> tuple[TreeBuffers, DraftTree]:
     trees = TreeBuffers.allocate(3, chosen.width, DEVICE)
     build_trees(trees, ROOTS, STARTS, tokens, logps, chosen)
-    return trees, build_tree(ROOTS, tokens, logps, chosen.budget)
+    return trees, build_tree(ROOTS, tokens, logps, chosen.budget, spine_first=chosen.spine_first)
 
 
 @pytest.mark.parametrize("chosen", SHAPES, ids=str)
@@ -115,8 +119,9 @@ def test_the_mask_shows_ancestors_and_leaves_the_prefix_alone(chosen: Options, d
         assert torch.equal(cells[:, start:].bool(), visible[row])
 
 
-def test_unusable_log_probs_still_give_a_full_tree() -> None:
-    chosen = Options(33, 8, 16)
+@pytest.mark.parametrize("spine", [False, True])
+def test_unusable_log_probs_still_give_a_full_tree(spine: bool) -> None:
+    chosen = Options(33, 8, 16, spine)
     tokens, logps = candidates(chosen)
     logps[:, 1:, 1:] = float("-inf")
     trees, _ = built(chosen, tokens, logps)

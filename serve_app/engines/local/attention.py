@@ -39,6 +39,8 @@ def visibility(seq_lens: Tensor, tree_mask: Tensor, extent: int) -> Tensor:
     """
     batch, width, _ = tree_mask.shape
     offset = torch.arange(extent, device=seq_lens.device) - seq_lens[:, None]
+    if width == 1:
+        return ((offset < 0) | ((offset == 0) & tree_mask[:, 0]))[:, None]
     column = offset.clamp(0, width - 1)[:, None].expand(batch, width, extent)
     fresh = (offset >= 0) & (offset < width)
     return (offset < 0)[:, None] | (tree_mask.gather(2, column) & fresh[:, None])
@@ -65,12 +67,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, window: Window) -> Tenso
     kv_heads = keys.shape[2]
     groups = heads // kv_heads
     # Query heads that share a KV head become rows of it: no key is repeated.
-    rows = query.view(batch, width, kv_heads, groups, dim).permute(0, 2, 3, 1, 4)
-    rows = rows.reshape(batch, kv_heads, groups * width, dim)
+    if width == 1:
+        rows = query.view(batch, kv_heads, groups, dim)
+    else:
+        rows = query.view(batch, width, kv_heads, groups, dim).permute(0, 2, 3, 1, 4)
+        rows = rows.reshape(batch, kv_heads, groups * width, dim)
     key = keys[window.slots, : window.extent].transpose(1, 2)
     value = values[window.slots, : window.extent].transpose(1, 2)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=window.bias)
-    out = out.view(batch, kv_heads, groups, width, dim).permute(0, 3, 1, 2, 4)
+    if width > 1:
+        out = out.view(batch, kv_heads, groups, width, dim).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, width, heads * dim)
 
 

@@ -41,36 +41,55 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+# Tokens that may be held back. A character has at most 4 bytes; longer runs without a whole one are broken text.
+_HELD = 16
+_INCOMPLETE = 3
+
+
 class WindowDetokenizer:
     """For any vocabulary: decode a short window with and without its new tokens, emit the difference.
 
     The window starts at a token where earlier text was certain, so that decoders which treat the first token apart
-    (leading spaces) see the same left context twice. Text that ends in U+FFFD is held back.
+    (leading spaces) see the same left context twice. Text that ends in U+FFFD is held back, but never more than a few
+    tokens of it: a window is bounded, and a text costs what it is long.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokens: list[int] = []
-        self._start = 0  # first token of the window
-        self._read = 0  # tokens whose text has been emitted
+        self._context: list[int] = []  # tokens emitted last
+        self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        self._tokens.append(token)
-        delta = self._delta()
-        if not delta or delta.endswith("\ufffd"):
+        if self._vocabulary.is_special(token):
             return ""
-        self._start, self._read = self._read, len(self._tokens)
-        return delta
+        self._held.append(token)
+        before, after = self._texts()
+        if len(after) > len(before) and not after.endswith("\ufffd"):
+            return self._emit(len(self._held), before, after)
+        return self._oldest(before, after) if len(self._held) > _HELD else ""
 
     def flush(self) -> str:
-        delta = self._delta()
-        self._start = self._read = len(self._tokens)
-        return delta
+        return self._emit(len(self._held), *self._texts())
 
-    def _delta(self) -> str:
-        before = self._vocabulary.decode(self._tokens[self._start : self._read])
-        after = self._vocabulary.decode(self._tokens[self._start :])
+    def _texts(self) -> tuple[str, str]:
+        decode = self._vocabulary.decode
+        return decode(self._context), decode(self._context + self._held)
+
+    def _emit(self, count: int, before: str, after: str) -> str:
+        """Emit `count` held tokens, whose text takes the window's from `before` to `after`."""
+        if len(after) > len(before):
+            self._context = self._held[:count]
+        self._held = self._held[count:]
         return after[len(before) :]
+
+    def _oldest(self, before: str, after: str) -> str:
+        """Emit held tokens but those that may still become a character."""
+        longest = len(self._held) - _INCOMPLETE
+        for count in range(longest, longest - _INCOMPLETE - 1, -1):
+            text = self._vocabulary.decode(self._context + self._held[:count])
+            if after.startswith(text):
+                return self._emit(count, before, text)
+        return self._emit(len(self._held), before, after)
 
 
 def detokenize_reference(vocabulary: Vocabulary, tokens: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.kv_cache import KVCache
 from serve_app.engines.local.layers import Shape, load_layer
 from serve_app.engines.local.linear import Linear
+from serve_app.engines.local.norm import RMSNorm
 from serve_app.engines.local.rope import Rope, rotate_
 from serve_app.errors import ConfigError
 
@@ -88,8 +89,8 @@ class Drafter:
         self.spec, self.shape = spec, spec.shape
         shape, hidden = spec.shape, spec.shape.hidden
         self._fc = Linear(checkpoint.need("fc.weight", (hidden, len(spec.feature_layers) * hidden)))
-        self._hidden_norm = checkpoint.need("hidden_norm.weight", (hidden,))
-        self._norm = checkpoint.need("norm.weight", (hidden,))
+        self._hidden_norm = RMSNorm(checkpoint.need("hidden_norm.weight", (hidden,)), shape.eps)
+        self._norm = RMSNorm(checkpoint.need("norm.weight", (hidden,)), shape.eps)
         self._layers = [load_layer(checkpoint, f"layers.{i}.", shape) for i in range(shape.layers)]
         width = (shape.kv_heads * shape.head_dim, hidden)
         weights, norms = [], []
@@ -109,7 +110,7 @@ class Drafter:
             features: [M, n·hidden], from `Target.forward`. positions, locations: int64 [M].
         """
         shape = self.shape
-        context = self._norm_of(self._fc(features), self._hidden_norm)
+        context = self._hidden_norm(self._fc(features))
         kv = self._context_kv(context).view(-1, shape.layers, 2, shape.kv_heads, shape.head_dim)
         keys = F.rms_norm(kv[:, :, 0], (shape.head_dim,), None, shape.eps).mul_(self._k_norms)
         cos, sin = self._rope.at(positions)
@@ -131,7 +132,4 @@ class Drafter:
             query, kv = layer.project(x, cos, sin)
             cache.write(index, locations, kv)
             x = layer.finish(x, attend(query, cache.keys(index), cache.values(index), window))
-        return self._norm_of(x[:, 1:], self._norm)
-
-    def _norm_of(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.eps)
+        return self._norm(x[:, 1:])

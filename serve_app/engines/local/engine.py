@@ -106,13 +106,13 @@ class LocalEngine:
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         parts, loop = self._running()
         check_sampling(request.sampling, parts.vocab)
-        prompt = await asyncio.to_thread(parts.prompts.encode, request)
+        prompt = await asyncio.to_thread(parts.prompts.encode, request, parts.context)
         max_tokens = bounded_tokens(request, len(prompt), parts.context)
         submission = Submission(asyncio.get_running_loop())
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         for index in range(request.sampling.n):
             sink = partial(self._send, loop, submission)
-            sequence = _sequence(parts, submission, index, prompt, request.sampling, seed + index, max_tokens, sink)
+            sequence = _sequence(parts, index, prompt, request.sampling, seed + index, max_tokens, sink)
             if request.emitted:
                 sequence.resume(request.emitted)
             submission.sequences.append(sequence)
@@ -173,7 +173,7 @@ class LocalEngine:
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
         sink = partial(loop.send, submission.loop, submission.receive)
         prompt = [min(parts.end_tokens, default=0)]
-        submission.sequences.append(_sequence(parts, submission, 0, prompt, params, 0, 1, sink, probe=True))
+        submission.sequences.append(_sequence(parts, 0, prompt, params, 0, 1, sink, probe=True))
         if not loop.post(partial(parts.stepper.scheduler.add, submission.sequences[0])):
             raise NotReady("the engine is stopping")
         try:
@@ -230,7 +230,6 @@ class LocalEngine:
 
 def _sequence(
     parts: Parts,
-    submission: Submission,
     index: int,
     prompt: list[int],
     params: SamplingParams,
@@ -243,7 +242,7 @@ def _sequence(
     ends = frozenset(token for token in ends if 0 <= token < parts.vocab)
     text = TextStream(params, make_detokenizer(parts.vocabulary), max_tokens, parts.end_tokens)
     rules = LogitRules(params, prompt, parts.vocab, ends, parts.device)
-    return Sequence(submission, index, prompt, params, seed, text, sink, max_tokens, probe, rules)
+    return Sequence(index, prompt, params, seed, text, sink, max_tokens, probe, rules)
 
 
 def _abort(parts: Parts, submission: Submission) -> None:

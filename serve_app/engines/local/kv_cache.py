@@ -36,18 +36,20 @@ class KVCache:
         self.slots, self.capacity, self.scratch = slots, capacity, slots
         self._data = zeros((layers, slots + 1, capacity, 2, kv_heads, head_dim), device, dtype)
         self._flat = self._data.view(layers, (slots + 1) * capacity, 2 * kv_heads * head_dim)
+        # Views are made once: on a CPU, making them costs a step as much as some products.
+        self._layers = [(layer, *pair.unbind(2)) for layer, pair in zip(self._flat, self._data, strict=True)]
 
     def keys(self, layer: int) -> Tensor:
         """[slots + 1, capacity, kv_heads, head_dim], a view."""
-        return self._data[layer, :, :, 0]
+        return self._layers[layer][1]
 
     def values(self, layer: int) -> Tensor:
         """[slots + 1, capacity, kv_heads, head_dim], a view."""
-        return self._data[layer, :, :, 1]
+        return self._layers[layer][2]
 
     def write(self, layer: int, locations: Tensor, rows: Tensor) -> None:
         """rows [M, 2·kv_heads·head_dim] (K then V) to flat `locations` int64 [M] = slot · capacity + position."""
-        self._flat[layer].index_copy_(0, locations, rows)
+        self._layers[layer][0].index_copy_(0, locations, rows)
 
     def write_all(self, locations: Tensor, rows: Tensor) -> None:
         """`write` for every layer at once: rows [layers, M, 2·kv_heads·head_dim]."""

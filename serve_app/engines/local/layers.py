@@ -1,7 +1,7 @@
 """One decoder layer of the Llama family, shared by the target and the drafter: weights and arithmetic.
 
-Query, key and value projections are one matrix, and the residual stream keeps the model's dtype, as in the
-reference modelling. What differs per model (q/k norms, biases) is data, not subclasses.
+Query, key and value projections are one matrix, gate and up another, and the residual stream keeps the model's dtype,
+as in the reference modelling. What differs per model (q/k norms, biases) is data, not subclasses.
 
 What this module does not do: attend, cache, or read files.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.linear import Linear
+from serve_app.engines.local.norm import RMSNorm
 from serve_app.engines.local.rope import rotate_
 from serve_app.errors import ConfigError
 
@@ -66,11 +67,12 @@ class DecoderLayer:
 
     def __init__(self, shape: Shape, take: Callable[[str], Tensor | None]) -> None:
         self.shape = shape
-        self.input_norm = _needed(take, "input_layernorm.weight")
-        self.post_norm = _needed(take, "post_attention_layernorm.weight")
+        self.input_norm = RMSNorm(_needed(take, "input_layernorm.weight"), shape.eps)
+        self.post_norm = RMSNorm(_needed(take, "post_attention_layernorm.weight"), shape.eps)
         self.qkv = _joined(take, [f"self_attn.{name}_proj" for name in "qkv"])
         self.o = _joined(take, ["self_attn.o_proj"])
-        self.gate, self.up, self.down = (_joined(take, [f"mlp.{name}_proj"]) for name in ("gate", "up", "down"))
+        self.gate_up = _joined(take, ["mlp.gate_proj", "mlp.up_proj"])
+        self.down = _joined(take, ["mlp.down_proj"])
         q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
         # One table [heads + kv_heads, head_dim]: q and k are normalised in one call.
         self.qk_norm = None
@@ -82,22 +84,20 @@ class DecoderLayer:
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Residual [B, W, hidden] → rotated queries [B, W, H, D] and rotated K beside V, [B·W, 2·KVH·D]."""
         shape = self.shape
-        qkv = self.qkv(self.norm(x, self.input_norm))
-        rotated = (shape.heads + shape.kv_heads) * shape.head_dim
-        qk = qkv[..., :rotated].unflatten(-1, (-1, shape.head_dim))
+        qkv = self.qkv(self.input_norm(x))
+        batch, width, size = qkv.shape
+        heads = qkv.view(batch, width, -1, shape.head_dim)
+        qk = heads[:, :, : shape.heads + shape.kv_heads]
         if self.qk_norm is not None:
             qk.copy_(F.rms_norm(qk, (shape.head_dim,), None, shape.eps).mul_(self.qk_norm))
         rotate_(qk, cos, sin)
-        return qk[..., : shape.heads, :], qkv.flatten(0, 1)[:, shape.heads * shape.head_dim :]
+        return heads[:, :, : shape.heads], qkv.view(-1, size)[:, shape.heads * shape.head_dim :]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add the attention's output [B, W, H·D] and the MLP to the residual [B, W, hidden]."""
         x = self.o.plus(attended, x)
-        normed = self.norm(x, self.post_norm)
-        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), x)
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.shape.eps)
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
+        return self.down.plus(F.silu(gate).mul_(up), x)
 
 
 def load_layer(checkpoint: Checkpoint, prefix: str, shape: Shape) -> DecoderLayer:
@@ -118,8 +118,7 @@ def load_layer(checkpoint: Checkpoint, prefix: str, shape: Shape) -> DecoderLaye
     expected = {
         "qkv": (layer.qkv, shape.hidden, attended + 2 * shape.kv_heads * shape.head_dim),
         "o_proj": (layer.o, attended, shape.hidden),
-        "gate_proj": (layer.gate, shape.hidden, shape.intermediate),
-        "up_proj": (layer.up, shape.hidden, shape.intermediate),
+        "gate_proj and up_proj": (layer.gate_up, shape.hidden, 2 * shape.intermediate),
         "down_proj": (layer.down, shape.intermediate, shape.hidden),
     }
     for name, (linear, inputs, outputs) in expected.items():

@@ -1,7 +1,7 @@
 """Matrix products with the weight laid out once for the device that will read it.
 
 On a CPU in bfloat16 a plain `F.linear` re-reads its weight in an order the tile unit does not like; oneDNN's packed
-layout streams it about 1.5 times as fast, and what follows the product is applied while it is in registers. The private
+layout streams it about 1.5 times as fast, and an addition is applied while the product is in registers. The private
 operators used are those that torch's own compiler emits for constant weights.
 
 What this module does not do: quantise, or hold an unpacked copy beside the packed one.
@@ -48,24 +48,14 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]."""
-        return self._product(x, "none") if self._packed else F.linear(x, self._weight, self._bias)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """silu(y)."""
-        return self._product(x, "swish") if self._packed else F.silu(self(x))
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """y · other, other [..., out]."""
-        return self._combined(x, other, "mul") if self._packed else self(x).mul_(other)
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return out
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """y + other, other [..., out]; other keeps its values."""
-        return self._combined(x, other, "add") if self._packed else self(x).add_(other)
-
-    def _product(self, x: Tensor, after: str) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, after, [], "")
-        return out
-
-    def _combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, operation)
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias).add_(other)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
         return out

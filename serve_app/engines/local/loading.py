@@ -19,16 +19,17 @@ from serve_app.config import Config
 from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.drafter import Drafter, DrafterSpec
 from serve_app.engines.local.prompts import PromptRenderer
-from serve_app.engines.local.runner import ModelRunner
+from serve_app.engines.local.runner import GraphOptions, ModelRunner
 from serve_app.engines.local.scheduler import Scheduler
 from serve_app.engines.local.speculation import TreePlan
 from serve_app.engines.local.step import Stepper
 from serve_app.engines.local.target import Target, read_config
+from serve_app.engines.local.token_floor import TokenFloor
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.errors import ConfigError
 from serve_app.graphs import FallbackReason
 from serve_app.metrics import EngineMetrics
-from serve_app.models import resolve, resolve_drafter
+from serve_app.models import ModelFiles, resolve, resolve_drafter
 
 _ALIGNMENT = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +50,18 @@ class Parts:
     metrics: EngineMetrics | None
 
 
+@dataclass(frozen=True)
+class _Models:
+    """Weights on their device. `capacity`: positions per KV slot, the context and a step's own rows."""
+
+    target: Target
+    target_config: Any
+    drafter: Drafter | None
+    plan: TreePlan | None
+    context: int
+    capacity: int
+
+
 def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetrics | None = None) -> Parts:
     """Load everything that `config` names.
 
@@ -61,20 +74,39 @@ def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetr
     """
     torch.set_num_threads(_threads(config))
     files = resolve(config.model.source)
+    models = _models(config, files)
+    tokenizer = _tokenizer(files.path)
+    vocabulary = Vocabulary(tokenizer)
+    # Declared after everything that can be refused: a registry takes each series once.
+    if metrics is None and registry is not None:
+        longest = models.plan.depth + 1 if models.plan else 1
+        metrics = EngineMetrics(registry, config.model.id, longest, [reason.value for reason in FallbackReason])
+    runner = _runner(config, models, metrics)
+    if metrics is not None:
+        metrics.capacity(config.engine.max_running, config.engine.max_running * models.context)
+    runner.capture()
+    scheduler = Scheduler(config.engine.max_running, config.engine.prefill_chunk)
+    return Parts(
+        stepper=Stepper(runner, scheduler, models.plan, vocabulary, metrics),
+        runner=runner,
+        prompts=PromptRenderer(tokenizer, models.target.shape.vocab, TokenFloor(tokenizer, vocabulary)),
+        vocabulary=vocabulary,
+        context=models.context,
+        vocab=models.target.shape.vocab,
+        end_tokens=_end_tokens(files.path, models.target_config, tokenizer),
+        device=models.target.device,
+        metrics=metrics,
+    )
+
+
+def _models(config: Config, files: ModelFiles) -> _Models:
     device = _device(config)
     dtype = _dtype(config, device)
     target_config = read_config(files.path)
     context = _context(config, target_config)
     checkpoint = Checkpoint(files.path, device, dtype, param="model.source")
-
-    method = config.speculation.method
-    # The budget is the tree's; a chain is as long as the block.
-    drafts = method == "chain" or (method == "ddtree" and config.speculation.budget != 0)
-    where = resolve_drafter(config.model.drafter, files) if drafts else None
-    if where is None and method == "chain":
-        raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
     spec = drafter_files = None
-    if where is not None:
+    if (where := _drafter(config, files)) is not None:
         drafter_files = Checkpoint(where, device, dtype, param="model.drafter")
         spec = DrafterSpec.read(drafter_files.config)
     plan = TreePlan(config.speculation, spec.block_size, device) if spec else None
@@ -86,38 +118,37 @@ def load(config: Config, registry: CollectorRegistry | None, metrics: EngineMetr
     if spec is not None and drafter_files is not None:
         spec.check_target(target.shape)
         drafter = Drafter(drafter_files, spec, capacity)
+    return _Models(target, target_config, drafter, plan, context, capacity)
 
-    tokenizer = _tokenizer(files.path)
-    vocabulary = Vocabulary(tokenizer)
-    # Declared after everything that can be refused: a registry takes each series once.
-    if metrics is None and registry is not None:
-        longest = spec.block_size if spec else 1
-        metrics = EngineMetrics(registry, config.model.id, longest, [reason.value for reason in FallbackReason])
-    slots = config.engine.max_running
-    runner = ModelRunner(
-        target,
-        drafter,
+
+def _drafter(config: Config, files: ModelFiles) -> Path | None:
+    """Where the drafter lies that the configuration calls for, None to decode without."""
+    method = config.speculation.method
+    # The budget is the tree's; a chain is as long as the block.
+    drafts = method == "chain" or (method == "ddtree" and config.speculation.budget != 0)
+    where = resolve_drafter(config.model.drafter, files) if drafts else None
+    if where is None and method == "chain":
+        raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
+    return where
+
+
+def _runner(config: Config, models: _Models, metrics: EngineMetrics | None) -> ModelRunner:
+    slots, plan = config.engine.max_running, models.plan
+    return ModelRunner(
+        models.target,
+        models.drafter,
         slots=slots + 1,
-        capacity=capacity,
+        capacity=models.capacity,
         top_k=plan.top_k if plan else 1,
-        batch_sizes=_batch_sizes(slots),
         widths=plan.widths() if plan else [1],
         draft_widths=plan.blocks() if plan else [1],
-        graphs=config.engine.cuda_graphs,
-        on_replay=metrics.graph_replay if metrics else lambda role, padding: None,
-        on_fallback=metrics.graph_fallback if metrics else lambda role, reason: None,
-    )
-    runner.capture()
-    return Parts(
-        stepper=Stepper(runner, Scheduler(slots, config.engine.prefill_chunk), plan, vocabulary, metrics),
-        runner=runner,
-        prompts=PromptRenderer(tokenizer, target.shape.vocab),
-        vocabulary=vocabulary,
-        context=context,
-        vocab=target.shape.vocab,
-        end_tokens=_end_tokens(files.path, target_config, tokenizer),
-        device=device,
-        metrics=metrics,
+        graphs=GraphOptions(
+            _batch_sizes(slots),
+            config.engine.cuda_graphs,
+            metrics.graph_replay if metrics else lambda role, padding, size: None,
+            metrics.graph_fallback if metrics else lambda role, reason: None,
+            metrics.graph_capture if metrics else lambda role, graphs, seconds, reserved: None,
+        ),
     )
 
 

@@ -8,7 +8,9 @@ What this module does not do: schedule, build trees, sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,10 @@ from serve_app.ddtree.tree import DraftTree
 from serve_app.engines.local.attention import Window, open_window
 from serve_app.engines.local.drafter import Drafter
 from serve_app.engines.local.kv_cache import KVCache
+from serve_app.engines.local.layers import Shape
 from serve_app.engines.local.sampler import topk_rows
 from serve_app.engines.local.target import Target
-from serve_app.graphs import FieldSpec, ForwardBatch, GraphRunner, StaticBuffers
+from serve_app.graphs import FieldSpec, ForwardBatch, GraphRunner, Role, StaticBuffers
 
 # Extents are rounded up, so that successive steps of an eager CPU meet the same shapes.
 _EXTENT_STEP = 64
@@ -43,14 +46,52 @@ class Verified(NamedTuple):
     features: Tensor
 
 
+@dataclass(frozen=True)
+class GraphOptions:
+    """What the graphs of both models share.
+
+    Attributes:
+        batch_sizes: to capture. enabled: whether to. on_replay, on_fallback, on_capture: see `GraphRunner`.
+    """
+
+    batch_sizes: Sequence[int]
+    enabled: bool
+    on_replay: Callable[[str, int, int], None]
+    on_fallback: Callable[[str, str], None]
+    on_capture: Callable[[str, int, float, int], None] = lambda role, graphs, seconds, reserved: None
+
+    def runner(
+        self,
+        role: Role,
+        forward: Callable[[StaticBuffers, int], Any],
+        widths: Sequence[int],
+        fields: dict[str, FieldSpec],
+        device: torch.device,
+    ) -> GraphRunner:
+        return GraphRunner(
+            forward,
+            device=device,
+            batch_sizes=self.batch_sizes,
+            widths=widths,
+            fields=fields,
+            role=role,
+            enabled=self.enabled,
+            on_replay=self.on_replay,
+            on_fallback=self.on_fallback,
+            on_capture=self.on_capture,
+        )
+
+
 class ModelRunner:
     """Both models, their caches and their graphs.
 
     Args:
         slots: KV slots, the probe's included. capacity: positions per slot, context plus margin.
         top_k: candidates per depth that a draft returns.
-        batch_sizes: to capture. widths, draft_widths: rows per request of verify steps and of drafts to capture.
-        on_replay, on_fallback: see `GraphRunner`.
+        widths, draft_widths: rows per request of verify steps and of drafts to capture.
+
+    Attributes:
+        eager_forwards: forwards so far that no graph served.
     """
 
     def __init__(
@@ -61,61 +102,49 @@ class ModelRunner:
         slots: int,
         capacity: int,
         top_k: int,
-        batch_sizes: Sequence[int],
         widths: Sequence[int],
         draft_widths: Sequence[int],
-        graphs: bool,
-        on_replay: Callable[[str, int], None],
-        on_fallback: Callable[[str, str], None],
+        graphs: GraphOptions,
     ) -> None:
+        self.eager_forwards = 0
+        graphs = replace(graphs, on_fallback=partial(self._fell_back, graphs.on_fallback))
         self.target, self.drafter, self._top_k = target, drafter, top_k
-        self._device, dtype = target.device, target.dtype
-        shape = target.shape
-        self._cache = KVCache(slots, capacity, shape.layers, shape.kv_heads, shape.head_dim, self._device, dtype)
-        self._capacity, scratch = capacity, self._cache.scratch
-        self._scratch = scratch * capacity
-        # A padding row computes over the scratch slot, where it sees one finite position.
-        fields = {
+        self._device, self._capacity = target.device, capacity
+        self._cache = self._new_cache(slots, target.shape)
+        self._scratch = self._cache.scratch * capacity
+        self._target_graphs = graphs.runner("target", self._captured_target, widths, self._fields(), self._device)
+        if drafter is None:
+            return
+        spec = drafter.spec
+        self._draft_cache = self._new_cache(slots, drafter.shape)
+        self._no_features = torch.zeros(
+            spec.block_size, len(spec.feature_layers) * drafter.shape.hidden, device=self._device, dtype=target.dtype
+        )
+        fields = self._fields()
+        # Up to a whole block of features is committed at once, however short the block that is drafted next.
+        fields["features"] = FieldSpec(tuple(self._no_features.shape), target.dtype)
+        fields["out_cache_loc"] = FieldSpec((spec.block_size,), fill=self._scratch)
+        del fields["tree_mask"]
+        self._draft_graphs = graphs.runner("draft", self._captured_draft, draft_widths, fields, self._device)
+
+    def _fell_back(self, tell: Callable[[str, str], None], role: str, reason: str) -> None:
+        self.eager_forwards += 1
+        tell(role, reason)
+
+    def _new_cache(self, slots: int, shape: Shape) -> KVCache:
+        sizes = (shape.layers, shape.kv_heads, shape.head_dim)
+        return KVCache(slots, self._capacity, *sizes, self._device, self.target.dtype)
+
+    def _fields(self) -> dict[str, FieldSpec]:
+        """The target's. A padding row computes over the scratch slot, where it sees one finite position."""
+        return {
             "input_ids": FieldSpec(("W",)),
             "positions": FieldSpec(("W",)),
-            "slots": FieldSpec((), fill=scratch),
+            "slots": FieldSpec((), fill=self._cache.scratch),
             "out_cache_loc": FieldSpec(("W",), fill=self._scratch),
             "seq_lens": FieldSpec(()),
             "tree_mask": FieldSpec(("W", "W"), torch.bool, True),
         }
-        self._target_graphs = GraphRunner(
-            lambda buffers, rows: self._target_forward(buffers.as_batch(rows, "verify")),
-            device=self._device,
-            batch_sizes=batch_sizes,
-            widths=widths,
-            fields=fields,
-            role="target",
-            enabled=graphs,
-            on_replay=on_replay,
-            on_fallback=on_fallback,
-        )
-        if drafter is None:
-            return
-        spec, own = drafter.spec, drafter.shape
-        self._draft_cache = KVCache(slots, capacity, own.layers, own.kv_heads, own.head_dim, self._device, dtype)
-        self._no_features = torch.zeros(
-            spec.block_size, len(spec.feature_layers) * own.hidden, device=self._device, dtype=dtype
-        )
-        draft_fields = {name: field for name, field in fields.items() if name != "tree_mask"}
-        # Up to a whole block of features is committed at once, however short the block that is drafted next.
-        draft_fields["features"] = FieldSpec(tuple(self._no_features.shape), dtype)
-        draft_fields["out_cache_loc"] = FieldSpec((spec.block_size,), fill=self._scratch)
-        self._draft_graphs = GraphRunner(
-            self._captured_draft,
-            device=self._device,
-            batch_sizes=batch_sizes,
-            widths=draft_widths,
-            fields=draft_fields,
-            role="draft",
-            enabled=graphs,
-            on_replay=on_replay,
-            on_fallback=on_fallback,
-        )
 
     def capture(self) -> None:
         """Capture graphs where the device has them."""
@@ -186,6 +215,8 @@ class ModelRunner:
 
     def commit(self, slots: Sequence[int], starts: Sequence[int], accepted: Accepted) -> None:
         """Move the accepted nodes' K/V to the front of each request's new positions."""
+        if accepted.indices.shape[1] == 1:  # roots alone lie where they belong
+            return
         rows, source, target = compaction_moves(self._ints(starts), accepted)
         base = self._ints(slots)[rows] * self._capacity
         self._cache.move(base + source, base + target)
@@ -253,6 +284,9 @@ class ModelRunner:
     def _target_forward(self, batch: ForwardBatch, slots: list[int] | None = None) -> tuple[Tensor, Tensor]:
         hidden, features = self._hidden(batch, slots)
         return self.target.logits(hidden), features
+
+    def _captured_target(self, buffers: StaticBuffers, rows: int) -> tuple[Tensor, Tensor]:
+        return self._target_forward(buffers.as_batch(rows, "verify"))
 
     def _captured_draft(self, buffers: StaticBuffers, rows: int) -> tuple[Tensor, Tensor]:
         return self._draft_forward(buffers.as_batch(rows, "draft"))

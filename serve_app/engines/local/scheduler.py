@@ -9,6 +9,7 @@ What this module does not do: touch torch, or deliver anything.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class Scheduler:
                 self._probe_free, sequence.slot = False, self._slots
             else:
                 sequence.slot = heapq.heappop(self._free)
+            sequence.ledger.admitted_ns = time.time_ns()
             self._running.append(sequence)
 
     def prefill(self) -> list[PrefillPiece]:

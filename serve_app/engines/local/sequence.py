@@ -5,13 +5,14 @@ What this module does not do: compute; it only keeps the books that the step loo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from serve_app.engines.base import Chunk, SamplingParams
+from serve_app.engines.base import Chunk, SamplingParams, Trail
 from serve_app.engines.local.penalties import LogitRules
 from serve_app.engines.local.stopping import TextStream
 from serve_app.errors import ServeError
@@ -20,12 +21,33 @@ from serve_app.errors import ServeError
 Sink = Callable[[Chunk | ServeError], None]
 
 
+@dataclass
+class Ledger:
+    """What `Trail` will say, while it happens."""
+
+    queued_ns: int = field(default_factory=time.time_ns)
+    admitted_ns: int | None = None
+    first_token_ns: int | None = None
+    steps: int = 0
+    accepted: int = 0
+    nodes: int = 0
+    eager_forwards: int = 0
+
+    def verified(self, accepted: int, nodes: int) -> None:
+        self.steps += 1
+        self.accepted += accepted
+        self.nodes += nodes
+
+    def close(self) -> Trail:
+        return Trail(finished_ns=time.time_ns(), **vars(self))
+
+
 @dataclass(eq=False)
 class Sequence:
     """One choice.
 
     Attributes:
-        owner: the submission it belongs to. index: which of the request's choices.
+        index: which of the request's choices.
         prompt: token ids. given: what prefill computes, the prompt and tokens that another engine emitted (they begin
             `output`). seed: of this choice. max_tokens: output tokens at most, bounded by the context.
         probe: a health check; it has a slot of its own and passes the queue.
@@ -34,9 +56,9 @@ class Sequence:
         output: emitted tokens.
         pending: features [b, F] of tokens committed by the last step and not yet in the drafter's context; the
             first `pending_len` rows count, and they belong to the positions just below `committed`.
+        ledger: what its trace will tell.
     """
 
-    owner: object
     index: int
     prompt: list[int]
     params: SamplingParams
@@ -51,6 +73,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     pending: Tensor | None = None
     pending_len: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
     given: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,10 @@ What this module does not do: threads, asyncio, HTTP; see `engine`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import torch
@@ -66,9 +69,9 @@ class Stepper:
             held = sum(sequence.committed for sequence in running)
             self._metrics.load(len(running), self.scheduler.queued, held)
 
-    def _guarded(self, sequences: Seq[Sequence], work: object) -> None:
+    def _guarded(self, sequences: Seq[Sequence], work: Callable[[], None]) -> None:
         try:
-            work()  # type: ignore[operator]
+            work()
             self.faults = 0
         except Exception as error:
             logger.exception("a step over %d requests failed", len(sequences))
@@ -77,11 +80,22 @@ class Stepper:
                 if self.scheduler.remove(sequence):
                     sequence.sink(EngineFailed(f"generation failed: {type(error).__name__}"))
 
+    @contextlib.contextmanager
+    def _phase(self, name: str, sequences: Seq[Sequence]) -> Iterator[None]:
+        """Books the time of a part of a step, and on every sequence the forwards in it that no graph served."""
+        started, eager = time.perf_counter(), self._runner.eager_forwards
+        yield
+        for sequence in sequences:
+            sequence.ledger.eager_forwards += self._runner.eager_forwards - eager
+        if self._metrics is not None:
+            self._metrics.step_phase(name, time.perf_counter() - started)
+
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def _prefill(self, pieces: Seq[PrefillPiece]) -> None:
         slots = [_slot(piece.sequence) for piece in pieces]
-        logits = self._runner.prefill(slots, [piece.start for piece in pieces], [piece.tokens for piece in pieces])
+        with self._phase("prefill", [piece.sequence for piece in pieces]):
+            logits = self._runner.prefill(slots, [piece.start for piece in pieces], [piece.tokens for piece in pieces])
         for piece, row in zip(pieces, logits, strict=True):
             sequence = piece.sequence
             sequence.committed = piece.end
@@ -96,11 +110,14 @@ class Stepper:
     def _decode(self, sequences: Seq[Sequence]) -> None:
         slots = [_slot(sequence) for sequence in sequences]
         starts = [sequence.committed for sequence in sequences]
-        tree = self._draft_tree(sequences, slots, starts)
-        verified = self._runner.verify(slots, starts, tree)
-        accepted = accept(sequences, tree, verified.logits, self.plan.depth if self.plan else 0)
-        self._runner.commit(slots, starts, accepted)
-        self._keep_features(sequences, accepted, verified.features)
+        with self._phase("draft", sequences):
+            tree = self._draft_tree(sequences, slots, starts)
+        with self._phase("verify", sequences):
+            verified = self._runner.verify(slots, starts, tree)
+        with self._phase("accept", sequences):
+            accepted = accept(sequences, tree, verified.logits, self.plan.depth if self.plan else 0)
+            self._runner.commit(slots, starts, accepted)
+            self._keep_features(sequences, accepted, verified.features)
         for row, tokens in enumerate(committed_tokens(tree.tokens, accepted)):
             self._commit(sequences[row], tokens, verified.logits[row], accepted.indices[row], tree.width - 1)
 
@@ -124,6 +141,7 @@ class Stepper:
     def _commit(self, sequence: Sequence, tokens: list[int], logits: Tensor, path: Tensor, nodes: int) -> None:
         sequence.committed += len(tokens)
         sequence.pending_len = len(tokens)
+        sequence.ledger.verified(len(tokens) - 1, nodes)
         rows = logits[path[: len(tokens)]] if sequence.params.logprobs is not None else None
         emitted = self._emit(sequence, tokens, rows)
         if self._metrics is not None:
@@ -139,6 +157,8 @@ class Stepper:
         logprobs = None
         if sequence.params.logprobs is not None and rows is not None:
             logprobs = token_logprobs(rows[:kept], tokens, sequence.params.logprobs, self._vocabulary)
+        if sequence.ledger.first_token_ns is None:
+            sequence.ledger.first_token_ns = time.time_ns()
         if ending is not None:
             self.scheduler.remove(sequence)
         sequence.sink(
@@ -150,6 +170,7 @@ class Stepper:
                 ending.reason if ending else None,
                 ending.detail if ending else None,
                 _usage(sequence) if ending else None,
+                trail=sequence.ledger.close() if ending else None,
             )
         )
         return kept
@@ -161,7 +182,8 @@ class Stepper:
         # No step may follow that would report it.
         self._report_load()
         ending = Ending("abort")
-        sequence.sink(Chunk(sequence.index, (), "", None, ending.reason, None, _usage(sequence)))
+        usage, trail = _usage(sequence), sequence.ledger.close()
+        sequence.sink(Chunk(sequence.index, (), "", None, ending.reason, None, usage, trail=trail))
         return True
 
 

@@ -22,6 +22,7 @@ from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.kv_cache import KVCache
 from serve_app.engines.local.layers import Shape, load_layer
 from serve_app.engines.local.linear import Linear
+from serve_app.engines.local.norm import RMSNorm
 from serve_app.engines.local.rope import Rope
 from serve_app.errors import ConfigError
 
@@ -73,7 +74,7 @@ class Target:
         self.embedding = checkpoint.need("model.embed_tokens.weight", (shape.vocab, shape.hidden))
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self._layers = [load_layer(checkpoint, f"model.layers.{i}.", shape) for i in range(shape.layers)]
-        self._norm = checkpoint.need("model.norm.weight", (shape.hidden,))
+        self._norm = RMSNorm(checkpoint.need("model.norm.weight", (shape.hidden,)), shape.eps)
         tied = config.tie_word_embeddings
         self._head = Linear(self.embedding if tied else checkpoint.need("lm_head.weight", (shape.vocab, shape.hidden)))
         self._rope = Rope(config, positions, self.device, self.dtype)
@@ -105,7 +106,7 @@ class Target:
             if index in self.feature_layers:
                 features.append(x)
         joined = torch.cat(features, -1) if features else x.new_empty((*x.shape[:2], 0))
-        return F.rms_norm(x, (self.shape.hidden,), self._norm, self.shape.eps), joined
+        return self._norm(x), joined
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] → [..., vocab] in the model's dtype."""

@@ -21,7 +21,7 @@ from serve_app.engines.base import Chunk, SamplingParams
 from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.penalties import LogitRules
-from serve_app.engines.local.runner import ModelRunner, Pending
+from serve_app.engines.local.runner import GraphOptions, ModelRunner, Pending
 from serve_app.engines.local.scheduler import Scheduler
 from serve_app.engines.local.sequence import Sequence
 from serve_app.engines.local.speculation import TreePlan
@@ -82,9 +82,8 @@ class Rig:
         self.vocabulary = Vocabulary(AutoTokenizer.from_pretrained(model))
         scheduler = Scheduler(slots, 32)
         options: dict[str, Any] = {
-            "slots": slots + 1, "capacity": CONTEXT + 64, "top_k": TOP_K, "batch_sizes": [1], "widths": [1],
-            "draft_widths": [1], "graphs": False, "on_replay": lambda role, rows: None,
-            "on_fallback": lambda role, reason: None,
+            "slots": slots + 1, "capacity": CONTEXT + 64, "top_k": TOP_K, "widths": [1], "draft_widths": [1],
+            "graphs": GraphOptions([1], False, lambda role, rows, size: None, lambda role, reason: None),
         }  # fmt: skip
         runner = (ModelRunner if truth is None else OracleRunner)(target, None, **options)
         plan = None
@@ -107,7 +106,7 @@ class Rig:
         limit = min(params.max_tokens or CONTEXT, CONTEXT - len(prompt))
         text = TextStream(params, make_detokenizer(self.vocabulary), limit, {END})
         rules = LogitRules(params, prompt, self.vocab, {END} | set(params.stop_token_ids), CPU)
-        sequence = Sequence(None, 0, list(prompt), params, params.seed or 0, text, sink, limit, rules=rules)
+        sequence = Sequence(0, list(prompt), params, params.seed or 0, text, sink, limit, rules=rules)
         self.stepper.scheduler.add(sequence)
         return chunks
 

@@ -64,7 +64,7 @@ def generate(loaded: Parts, requests: Seq[tuple[Any, SamplingParams]], stagger: 
 
         limit = params.max_tokens or 100
         ids = encode(loaded, prompt)
-        sequence = _sequence(loaded, None, 0, ids, params, params.seed or 0, limit, sink)  # type: ignore[arg-type]
+        sequence = _sequence(loaded, 0, ids, params, params.seed or 0, limit, sink)
         loaded.stepper.scheduler.add(sequence)
         results.append(chunks)
         for _ in range(stagger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,28 @@ def test_whole_characters_only(
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(tokens=st.lists(st.integers(0, BYTES + 255), max_size=30))
+@given(tokens=st.lists(st.integers(0, BYTES + 255), max_size=60))
 @pytest.mark.parametrize("kind", [ByteDetokenizer, WindowDetokenizer])
 def test_any_bytes_add_up_to_the_one_shot_text(
     byte_level: Vocabulary, kind: type[ByteDetokenizer] | type[WindowDetokenizer], tokens: list[int]
 ) -> None:
     assert "".join(stream(kind(byte_level), tokens)) == detokenize_reference(byte_level, tokens)
+
+
+class Watched(Vocabulary):
+    longest = 0
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return super().decode(tokens)
+
+
+@pytest.mark.parametrize("tokens", [[BYTES + 0x80], [BYTES + 0xE6, BYTES + 0x97], [1, 2], [300], [BYTES + 65]])
+def test_a_window_is_bounded_whatever_the_text(tiny: Path, tokens: list[int]) -> None:
+    vocabulary, endless = Watched(AutoTokenizer.from_pretrained(tiny)), tokens * 200
+    deltas = stream(WindowDetokenizer(vocabulary), endless)
+    assert vocabulary.longest < 50
+    assert "".join(deltas) == detokenize_reference(vocabulary, endless)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -239,10 +239,10 @@ async def test_a_request_still_rendering_when_the_engine_stops_is_refused(make_c
     prompts, entered, release = engine._parts.prompts, threading.Event(), threading.Event()
     encode = prompts.encode
 
-    def slow(wanted: GenerateRequest) -> list[int]:
+    def slow(wanted: GenerateRequest, context: int | None = None) -> list[int]:
         entered.set()
         release.wait()
-        return encode(wanted)
+        return encode(wanted, context)
 
     prompts.encode = slow  # type: ignore[method-assign]
     task = asyncio.create_task(collect(engine, request("x")))

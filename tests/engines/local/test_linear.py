@@ -24,7 +24,7 @@ def test_packed_equals_plain(dtype: torch.dtype, biased: bool, rows: int) -> Non
     packed, plain = (Linear(weight, bias if biased else None, packed=packed) for packed in (True, False))
     kept = other.clone()
     rough = 4e-2 if dtype == torch.bfloat16 else 1e-5
-    for name, arguments in {"__call__": (x,), "silu": (x,), "times": (x, other), "plus": (x, other)}.items():
+    for name, arguments in {"__call__": (x,), "plus": (x, other)}.items():
         got = getattr(packed, name)(*arguments)
         torch.testing.assert_close(got, getattr(plain, name)(*arguments), rtol=rough / 2, atol=rough)
     torch.testing.assert_close(plain(x), F.linear(x, weight, bias if biased else None))

@@ -18,7 +18,7 @@ from serve_app.models import resolve
 from tests.engines.local.real import MODEL, acceptance, drafter_path, emitted, encode, generate, parts
 from tests.engines.local.real import PROMPTS as ALL_PROMPTS
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(7200)]
 # All fifty prompts take most of an hour on two slow cores: `make test-full`.
 PROMPTS = ALL_PROMPTS[: int(os.environ.get("IDENTITY_PROMPTS", "12"))]
 GREEDY = SamplingParams(temperature=0, max_tokens=200)

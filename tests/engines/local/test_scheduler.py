@@ -13,7 +13,7 @@ from serve_app.engines.local.stopping import TextStream
 
 def sequence(length: int = 4, *, probe: bool = False) -> Sequence:
     text = cast(TextStream, None)  # the scheduler never looks at it
-    return Sequence(None, 0, [0] * length, SamplingParams(), 0, text, lambda item: None, 9, probe)
+    return Sequence(0, [0] * length, SamplingParams(), 0, text, lambda item: None, 9, probe)
 
 
 def admitted(scheduler: Scheduler, *sequences: Sequence) -> None:

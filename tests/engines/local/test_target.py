@@ -88,7 +88,7 @@ def test_features_are_the_layers_outputs_not_their_inputs(model: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"num_hidden_layers": 5}, "model.layers.4"),
-        ({"intermediate_size": 80}, "gate_proj"),
+        ({"intermediate_size": 80}, "gate_proj and up_proj"),
         ({"num_key_value_heads": 4}, "qkv"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Ways to run the application and what stands around it."""

@@ -1,0 +1,1 @@
+"""A Prometheus with this repository's rules, and Grafana's provisioning files."""

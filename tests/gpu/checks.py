@@ -1,0 +1,195 @@
+"""What is asked of DDTREE's engines; each check returns plain numbers for `test_sglang_ddtree.py` to assert.
+
+What this module does not do: start engines (`fleet`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from tests.gpu.fleet import GREEDY, Fleet, prompts
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+REGEX = r"(red|green|blue)( and (red|green|blue)){3}"
+
+
+def identity(fleet: Fleet, name: str, expected: list[dict[str, Any]], *, one_by_one: bool) -> dict[str, Any]:
+    """All of AR's prompts through `name`."""
+    asked = prompts(len(expected))
+    found = fleet.greedy(name, asked, fleet.arguments.tokens, one_by_one=one_by_one)
+    return fleet.compare(found, expected, asked)
+
+
+def batch_sizes(fleet: Fleet, name: str, expected: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every batch size up to the largest captured, one more, and the most that may run."""
+    asked, results = prompts(len(expected)), {}
+    for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16):
+        some = slice(size, 2 * size)
+        found = fleet.greedy(name, asked[some], fleet.arguments.tokens)
+        results[str(size)] = fleet.compare(found, expected[some], asked[some])
+    return results
+
+
+def logprobs(fleet: Fleet, name: str) -> dict[str, Any]:
+    """Chosen tokens' and top-5 log-probs against AR's, on the common start of each answer."""
+    asked, params = prompts(12), {**GREEDY, "max_new_tokens": 48}
+    ours, theirs = (fleet.generate(engine, asked, params, logprobs=5) for engine in (name, "ar"))
+    worst, worst_top, counted = 0.0, 0.0, 0
+    for mine, other in zip(ours, theirs, strict=True):
+        for i, (a, b) in enumerate(zip(mine["ids"], other["ids"], strict=False)):
+            if a != b:
+                break
+            worst, counted = max(worst, abs(mine["logprobs"][i] - other["logprobs"][i])), counted + 1
+            pairs = zip(mine["top"][i], other["top"][i], strict=True)
+            worst_top = max(worst_top, *(abs(x[0] - y[0]) for x, y in pairs))
+    counts = [(len(o["ids"]), len(o["logprobs"]), len(o["top"])) for o in ours]
+    return {"largest": worst, "largest of top 5": worst_top, "tokens": counted, "counts": counts}
+
+
+def limits(fleet: Fleet, name: str) -> dict[str, Any]:
+    """Limits, stop strings and stop tokens that fall inside an accepted path: text and reason must be AR's.
+
+    "every limit" cuts answers that end by themselves at many lengths around their ends, so that in some the end token
+    and the limit fall into one block.
+    """
+    asked = prompts(24)
+    exact = {}
+    for tokens in (1, 2, 3, 7, 16, 33):
+        found = fleet.generate(name, asked, {**GREEDY, "max_new_tokens": tokens, "ignore_eos": True})
+        exact[str(tokens)] = sorted({len(output["ids"]) for output in found})
+    stops: dict[str, Any] = {}
+    for label, stop in (
+        ("strings", {"stop": [" the", ". ", "ing a"]}),
+        ("tokens", {"stop_token_ids": [28, 30]}),
+        ("regex", {"stop_regex": ["[A-Z][a-z]+s "]}),
+    ):
+        params = {**GREEDY, "max_new_tokens": 96, **stop}
+        ours, theirs = (fleet.generate(engine, asked, params) for engine in (name, "ar"))
+        same = sum(a["text"] == b["text"] and a["finish"] == b["finish"] for a, b in zip(ours, theirs, strict=True))
+        stops[label] = {"same": same, "of": len(asked), "stopped": sum(o["finish"]["type"] == "stop" for o in ours)}
+    ending = [prompts(100)[number] for number in fleet.report["ending"]]
+    every = [{**GREEDY, "max_new_tokens": limit} for limit in range(90, 128, 3)]
+    pairs = [(prompt, params) for prompt in ending for params in every]
+    ours, theirs = (fleet.generate(e, [p for p, _ in pairs], [q for _, q in pairs]) for e in (name, "ar"))
+    return {"max_new_tokens": exact, "stops": stops, "every limit": fleet.compare(ours, theirs, [p for p, _ in pairs])}
+
+
+def context_end(fleet: Fleet, name: str, context: int) -> dict[str, Any]:
+    """Prompts that leave less than a tree, less than a block, or one token of the context."""
+    text = fleet.tokenizer.encode(" ".join(prompts(200)))
+    text = (text * (context // len(text) + 1))[:context]
+    rooms = [6, 7, 8, 15, 16, 17, 31, 33, 34, 60]  # SGLang takes no prompt that leaves fewer than six
+    asked = [text[: context - room] for room in rooms]
+    params = [{**GREEDY, "max_new_tokens": room - 1, "ignore_eos": True} for room in rooms]
+    ours, theirs = (
+        [fleet.generate(engine, [p], one)[0] for p, one in zip(asked, params, strict=True)] for engine in (name, "ar")
+    )
+    return {
+        "rooms": rooms,
+        "lengths": [len(output["ids"]) for output in ours],
+        **fleet.compare(ours, theirs, asked),
+    }
+
+
+def prefix_cache(fleet: Fleet, name: str) -> dict[str, Any]:
+    """A second turn on top of a cached first one, and the same prompt again: AR's tokens both times."""
+    first = prompts(60)[40:]
+    answers = fleet.greedy("ar", first, 64)
+    more = "<|im_end|>\n<|im_start|>user\nSay that again, shorter.<|im_end|>\n<|im_start|>assistant\n"
+    second = [p + a["text"] + more for p, a in zip(first, answers, strict=True)]
+    fleet.greedy(name, first, 64)
+    found = [fleet.greedy(name, second, 64) for _ in range(2)]
+    expected = fleet.greedy("ar", second, 64)
+    cached = [min(output["cached"] for output in outputs) for outputs in found]
+    return {"least cached": cached, "turns": [fleet.compare(outputs, expected, second) for outputs in found]}
+
+
+def grammars(fleet: Fleet, name: str) -> dict[str, Any]:
+    """Constrained answers: valid, and AR's."""
+    result: dict[str, Any] = {}
+    for label, field in (("json", {"json_schema": SCHEMA}), ("regex", {"regex": REGEX})):
+        params = {**GREEDY, "max_new_tokens": 80, **field}
+        asked = prompts(12)
+        ours, theirs = (fleet.generate(engine, asked, params) for engine in (name, "ar"))
+        result[label] = fleet.compare(ours, theirs, asked) | {"texts": [output["text"] for output in ours]}
+    mixed = [{**GREEDY, "max_new_tokens": 40}, {**GREEDY, "max_new_tokens": 80, "regex": REGEX}] * 4
+    asked = prompts(8)
+    ours, theirs = (fleet.generate(engine, asked, mixed) for engine in (name, "ar"))
+    result["mixed"] = fleet.compare(ours, theirs, asked)
+    return result
+
+
+def law(fleet: Fleet, name: str, samples: int) -> dict[str, Any]:
+    """Counts of three-token continuations, sampled by AR and by `name`; greedy neighbours share every batch."""
+    result = {}
+    for label, params in (
+        ("top-k", {"temperature": 1.0, "top_k": 3}),
+        ("mixed", {"temperature": 1.3, "top_p": 0.6, "top_k": 5, "min_p": 0.05}),
+    ):
+        counts = []
+        for engine in ("ar", name):
+            asked = ["The weather today is"] * samples
+            every = [{**params, "max_new_tokens": 3, "ignore_eos": True}] * samples
+            every[::8] = [{**GREEDY, "max_new_tokens": 3, "ignore_eos": True}] * len(every[::8])
+            outputs = fleet.generate(engine, asked, every)
+            greedy = {tuple(output["ids"]) for output in outputs[::8]}
+            sampled = [tuple(o["ids"]) for i, o in enumerate(outputs) if i % 8]
+            counts.append({" ".join(map(str, path)): n for path, n in Counter(sampled).items()})
+            counts[-1]["greedy"] = len(greedy)
+        result[label] = counts
+    return result
+
+
+def traffic(fleet: Fleet, name: str, seconds: float, workers: int) -> dict[str, Any]:
+    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools."""
+    child = fleet.child(name)
+    before = verify_steps(fleet, name)
+    limit = max(min(seconds, fleet.left() - 25), 1)
+    asked = {"prompts": prompts(100), "seconds": limit, "workers": workers, "schema": SCHEMA, "regex": REGEX}
+    counts = child.ask("traffic", fleet.left(), **asked)
+    after = fleet.greedy(name, prompts(4), 32)
+    return {
+        "counts": counts["counts"],
+        "forwards": verify_steps(fleet, name) - before,
+        "pool": child.ask("pool", fleet.left())["state"],
+        "afterwards": fleet.compare(after, fleet.greedy("ar", prompts(4), 32), prompts(4)),
+    }
+
+
+def verify_steps(fleet: Fleet, name: str) -> float:
+    """Verify forwards so far, replayed or not."""
+    samples = fleet.child(name).ask("metrics", fleet.left())["metrics"]
+    wanted = ("ddtree_graph_replays_total", "ddtree_graph_fallbacks_total")
+    return sum(value for key, value in samples.items() if key.startswith(wanted) and "role=target" in key)
+
+
+def counters(fleet: Fleet, name: str) -> dict[str, float]:
+    samples = fleet.child(name).ask("metrics", fleet.left())["metrics"]
+    return {key: value for key, value in samples.items() if value}
+
+
+def mla(fleet: Fleet) -> dict[str, Any]:
+    """Random token prompts through latent attention, alone and in batches."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    lengths = [3 + 7 * (i % 9) for i in range(48)]
+    asked = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in lengths]
+    expected = fleet.greedy("mla-ar", asked, 64)
+    return fleet.compare(fleet.greedy("mla", asked, 64), expected, asked, reference="mla-ar")
+
+
+def tensor_parallel(fleet: Fleet, count: int) -> dict[str, Any]:
+    """Two ranks with a tree against two ranks without."""
+    asked, tokens = prompts(count), fleet.arguments.tokens
+    expected = fleet.greedy("tp2-ar", asked, tokens)
+    return fleet.compare(fleet.greedy("tp2", asked, tokens), expected, asked, reference="tp2-ar")
