@@ -162,8 +162,9 @@ def test_redis_is_where_ray_looks(name: str) -> None:
 def test_services_that_urls_and_routes_name_exist(name: str) -> None:
     for item in of_kind(overlay(name), "ScrapeConfig"):
         for source in item["spec"]["httpSDConfigs"]:
-            host, port = re.fullmatch(r"http://([a-z-]+)\.ddtree\.svc:(\d+)/.*", source["url"]).groups()  # type: ignore[union-attr]
-            assert int(port) in GENERATED[host]
+            parts = re.fullmatch(r"http://([a-z-]+)\.ddtree\.svc:(\d+)(/.*)", source["url"])
+            assert parts and int(parts[2]) in GENERATED[parts[1]]
+            assert f'"{parts[3]}"' in (K8S.parent / "serve_app" / "ingress" / "routes.py").read_text()
 
 
 @each
