@@ -13,7 +13,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 GIB = 1024**3
 # Bytes per element of what the buffers below hold.
@@ -200,26 +201,19 @@ def rates(model: Model, plan: Plan) -> Rates:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints memory and rates; exit code 1 where nothing fits."""
-    parser = argparse.ArgumentParser(prog="python -m serve_app.capacity", description=__doc__)
-    parser.add_argument("model", choices=sorted(MODELS), help="a known shape, which the options below may change")
-    parser.add_argument("--json", action="store_true")
-    for group in (Model, Plan):
-        for name, field in group.__dataclass_fields__.items():
-            kind = {"int": int, "float": float}.get(str(field.type))
-            option = f"--{name.replace('_', '-')}"
-            if kind:
-                parser.add_argument(option, type=kind, default=None)
-            else:
-                parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None)
+    parser = _parser()
     options = vars(parser.parse_args(argv))
     given = {name: value for name, value in options.items() if value is not None}
-    model = Model(**{**asdict(MODELS[options["model"]]), **{k: v for k, v in given.items() if k in _fields(Model)}})
-    plan = Plan(**{k: v for k, v in given.items() if k in _fields(Plan)})
+    model = replace(MODELS[options["model"]], **_of(Model, given))
+    plan = Plan(**_of(Plan, given))
     if wrong := [name for name in ("gpus", "slots", "step_ms", "acceptance", "tokens") if getattr(plan, name) <= 0]:
         parser.error(f"not positive: {', '.join(wrong)}")
     found = memory(model, plan)
-    result = {"memory_gib_per_gpu": asdict(found), "kv_bytes_per_token": kv_bytes(model, plan.gpus)}
-    result["rates"] = asdict(rates(model, plan))
+    result: dict[str, Any] = {
+        "memory_gib_per_gpu": asdict(found),
+        "kv_bytes_per_token": kv_bytes(model, plan.gpus),
+        "rates": asdict(rates(model, plan)),
+    }
     print(json.dumps(result, indent=2) if options["json"] else _table(result))
     if found.kv_tokens < plan.tokens:
         print("not one request fits: more GPUs, a shorter context, or fewer slots", file=sys.stderr)
@@ -227,12 +221,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _fields(group: type) -> set[str]:
-    return set(getattr(group, "__dataclass_fields__", ()))
+def _parser() -> argparse.ArgumentParser:
+    """An option for every field of a model and a plan."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.capacity", description=__doc__)
+    parser.add_argument("model", choices=sorted(MODELS), help="a known shape, which the options below may change")
+    parser.add_argument("--json", action="store_true")
+    for field in (*fields(Model), *fields(Plan)):
+        option = f"--{field.name.replace('_', '-')}"
+        if field.type == "bool":
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None)
+        else:
+            parser.add_argument(option, type=int if field.type == "int" else float, default=None)
+    return parser
 
 
-def _table(result: dict[str, object]) -> str:
-    lines = []
+def _of(group: type[Model] | type[Plan], given: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(group)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _table(result: dict[str, Any]) -> str:
+    lines: list[str] = []
     for name, value in result.items():
         rows = value if isinstance(value, dict) else {name: value}
         lines += [name] if isinstance(value, dict) else []
