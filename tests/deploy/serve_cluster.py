@@ -62,7 +62,7 @@ def run(name: str, port: int, directory: Path) -> dict[str, Any]:
     client = _get_global_client()
     assert client is not None
     client.deploy_apps(ServeDeploySchema.model_validate(tree))
-    up = until(lambda: status() == "RUNNING", 120)
+    up = until(lambda: status() == "RUNNING", 180)
     seen = {"up": up, "status": status(), "model": app["args"]["model"]["id"]}
     seen |= {"engines": nodes_of("engine"), "ingresses": nodes_of("ingress"), "bundles": bundles()}
     seen["answer"] = ask(f"http://127.0.0.1:{port}", seen["model"]) if up else ""
@@ -119,6 +119,6 @@ def ask(url: str, model: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.alarm(420)
+    signal.alarm(600)
     main()
     sys.exit(0)

@@ -18,7 +18,7 @@ from tests.deploy.serve_cluster import DRAINED
 # Overlays hold what the bare-metal files hold (test_k8s), so that one run of each shape is enough every day.
 NAMES = sorted(ALL if FULL else BARE_METAL, key=lambda name: name == DRAINED)
 ONE_NODE = [{"CPU": 16.0, "GPU": 8.0, "accelerator_type:B300": 0.001}]
-pytestmark = [pytest.mark.timeout(500), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(650), pytest.mark.model]
 each = pytest.mark.parametrize("name", NAMES)
 
 
@@ -29,7 +29,7 @@ def seen() -> dict[str, Any]:
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0",
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.deploy.serve_cluster", ",".join(NAMES)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=620, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
