@@ -257,6 +257,13 @@ def test_every_container_has_all_probes_it_needs(name: str) -> None:
 
 
 @each
+def test_the_raylets_health_is_asked_of_its_agent(name: str) -> None:
+    """The dashboard's port answers 404 there, and the head would be killed for it."""
+    asked = {(node["httpGet"]["path"], node["httpGet"]["port"]) for node in walk(overlay(name)) if "httpGet" in node}
+    assert {port for path, port in asked if path == "/api/local_raylet_healthz"} == {"agent"}
+
+
+@each
 def test_ray_processes_need_a_token(name: str) -> None:
     assert ray_service(overlay(name))["spec"]["rayClusterConfig"]["authOptions"]["mode"] == "token"
 
