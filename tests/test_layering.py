@@ -49,6 +49,8 @@ ALLOWED = {
     "ingress": {"edge", "protocol", "engines.base", "exporter", "exposition", "logs", "tracing", "admission", "router"},
     "build": {"logs", "tracing", "ingress", "replica", "exporter", "router", "engines.base", "topology"},
     "launch": {"build"},
+    "drain": set(),
+    "capacity": set(),
     "": {"build"},
 }
 

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Installs a release beside the others, as root, on every node: install.sh WHEEL [extra,extra]. Starts nothing and switches
+# nothing: `release.sh VERSION` does. Existing files in /etc/ddtree are kept.
+set -euo pipefail
+
+wheel=${1:?usage: install.sh ddtree_serve-VERSION-py3-none-any.whl [extras, such as gpu,sglang]}
+extras=${2:-gpu}
+here=$(cd "$(dirname "$0")" && pwd)
+version=$(basename "$wheel" | cut -d- -f2)
+release=/opt/ddtree/releases/$version
+
+id ddtree >/dev/null 2>&1 || useradd --system --create-home --home-dir /var/lib/ddtree --shell /usr/sbin/nologin ddtree
+install -d -m 0755 /opt/ddtree/releases
+install -d -m 0750 -o root -g ddtree /etc/ddtree
+install -d -m 0750 -o ddtree -g ddtree /var/cache/ddtree
+if [[ -e $release ]]; then
+  echo "$release is there already" >&2
+  exit 1
+fi
+partial=$release.partial
+rm -rf "$partial"
+"${PYTHON:-python3.11}" -m venv "$partial"
+# constraints.txt pins every package of the release; without it, what pip resolves today.
+constraints=()
+if [[ -f $(dirname "$wheel")/constraints.txt ]]; then constraints=(-c "$(dirname "$wheel")/constraints.txt"); fi
+"$partial/bin/python" -m pip install --no-cache-dir "${constraints[@]}" "${wheel}[${extras}]"
+# Scripts of a virtual environment name its path: move only after rewriting them.
+grep -rlI "$partial" "$partial/bin" | xargs -r sed -i "s#$partial#$release#g"
+mv "$partial" "$release"
+install -d "$release/deploy"
+cp -r "$here/../serve" "$here/../sglang" "$here" "$release/deploy/"
+
+[[ -e /etc/ddtree/ray.env ]] || install -m 0640 -g ddtree "$here/ray.env" /etc/ddtree/ray.env
+[[ -e /etc/ddtree/keys.yaml ]] || install -m 0640 -g ddtree /dev/null /etc/ddtree/keys.yaml
+install -m 0644 "$here"/systemd/*.service /etc/systemd/system/
+systemctl daemon-reload
+echo "installed $release"

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# What a node must have before Ray starts on it: preflight.sh head|worker [serve-config.yaml]. Prints every miss; exit code 1
+# where there is any. What the GPUs must be is checked against the Serve configuration by `python -m serve_app.topology`.
+set -uo pipefail
+
+role=${1:?usage: preflight.sh head|worker [serve-config.yaml]}
+config=${2:-}
+etc=${ETC:-/etc/ddtree}
+python=${PYTHON:-python3}
+misses=0
+
+miss() {
+  echo "miss: $*"
+  misses=$((misses + 1))
+}
+ok() { echo "ok: $*"; }
+check() { # what, command…
+  local what=$1
+  shift
+  if "$@" >/dev/null 2>&1; then ok "$what"; else miss "$what"; fi
+}
+listens() { ss -Hltn "sport = :$1" | grep -q .; }
+reaches() { timeout 3 bash -c "exec 3<>/dev/tcp/$1/$2"; }
+secret() { # readable by its user alone
+  [[ -s $1 && $(stat -c %a "$1") =~ ^[46]00$ ]]
+}
+
+check "the application is installed" "$python" -c 'import ray, serve_app'
+check "$etc/ray-token is there, mode 0400 or 0600" secret "$etc/ray-token"
+check "$etc/keys.yaml is there" test -r "$etc/keys.yaml"
+files=$(ulimit -n)
+if [[ $files != unlimited && $files -lt 65536 ]]; then miss "open files: $files, 65536 are needed"; else ok "open files: $files"; fi
+if command -v timedatectl >/dev/null; then
+  check "the clock is synchronised" test "$(timedatectl show -p NTPSynchronized --value 2>/dev/null)" = yes
+fi
+for port in 6701 6702 6703 6704 8080 52365 8000; do
+  if listens "$port"; then miss "port $port is taken"; fi
+done
+
+case $role in
+  head)
+    for port in 6379 8265 10001; do if listens "$port"; then miss "port $port is taken"; fi; done
+    if [[ -n ${CLUSTER_REDIS:-} ]]; then
+      check "$etc/redis-password is there, mode 0400 or 0600" secret "$etc/redis-password"
+      check "Redis answers at $CLUSTER_REDIS" reaches "${CLUSTER_REDIS%:*}" "${CLUSTER_REDIS##*:}"
+    fi
+    ;;
+  worker)
+    check "the head answers at ${CLUSTER_HEAD:?the head, in ray.env}:6379" reaches "$CLUSTER_HEAD" 6379
+    if command -v nvidia-smi >/dev/null; then
+      errors=$(nvidia-smi --query-gpu=ecc.errors.uncorrected.volatile.total --format=csv,noheader | grep -cv '^0$')
+      if [[ $errors -gt 0 ]]; then miss "$errors GPUs have uncorrected memory errors"; else ok "no uncorrected memory errors"; fi
+      if [[ $(nvidia-smi -L | wc -l) -ge 8 ]]; then
+        check "the fabric manager runs" systemctl is-active nvidia-fabricmanager
+      fi
+    fi
+    if [[ -n $config ]]; then
+      # The first application's arguments are a configuration file of their own.
+      arguments=$(mktemp)
+      trap 'rm -f "$arguments"' EXIT
+      if "$python" -c 'import sys, yaml; print(yaml.safe_dump(yaml.safe_load(open(sys.argv[1]))["applications"][0]["args"]))' \
+        "$config" >"$arguments" && DDTREE_CONFIG=$arguments "$python" -m serve_app.topology >/dev/null; then
+        ok "this node is what $config asks for"
+      else
+        miss "this node is not what $config asks for (above)"
+      fi
+    fi
+    ;;
+  *)
+    echo "unknown role $role: head or worker" >&2
+    exit 2
+    ;;
+esac
+echo "$misses misses"
+[[ $misses -eq 0 ]]

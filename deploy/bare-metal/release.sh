@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Makes a release the current one on this node, as root: release.sh VERSION. Going back is the same with the older version.
+# Running processes keep theirs until their unit is restarted (docs/deploy.md, "Upgrade").
+set -euo pipefail
+
+version=${1:?usage: release.sh VERSION}
+root=${ROOT:-/opt/ddtree}
+if [[ ! -x $root/releases/$version/bin/python ]]; then
+  echo "no release $version in $root/releases" >&2
+  exit 1
+fi
+before=$(readlink "$root/current" || true)
+# One rename, so that `current` is never missing.
+ln -sfn "releases/$version" "$root/current.new"
+mv -T "$root/current.new" "$root/current"
+echo "current: $version (before: ${before:-none})"

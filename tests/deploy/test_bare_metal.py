@@ -1,0 +1,149 @@
+"""Scripts and units: well-formed, and what of them runs without a cluster or root."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.deploy.configs import BARE_METAL, DEPLOY, config_of, read
+
+METAL = DEPLOY / "bare-metal"
+SCRIPTS = sorted([*METAL.glob("*.sh"), *(DEPLOY / "sglang").glob("*.sh")])
+UNITS = sorted((METAL / "systemd").glob("*.service"))
+
+
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(map(str, command)), env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def tool(name: str) -> str:
+    """Beside this Python, or on the PATH."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def start(role: str, **env: str) -> dict[str, str]:
+    done = run(METAL / "start-ray.sh", role, DRY_RUN="1", **env)
+    assert done.returncode == 0, done.stderr
+    return dict((line + "=").split("=")[:2] for line in done.stdout.splitlines()[2:])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    done = run(tool("shellcheck"), script)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_can_be_run(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_systemd_accepts_the_unit(unit: Path) -> None:
+    done = run(tool("systemd-analyze"), "verify", unit)
+    # What a release brings is not on this machine.
+    complaints = [line for line in done.stderr.splitlines() if "/opt/ddtree/current" not in line]
+    assert [line for line in complaints if "ddtree" in line] == []
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_scripts_that_units_name_exist(unit: Path) -> None:
+    for name in re.findall(r"/opt/ddtree/current/(deploy/\S+)", unit.read_text()):
+        assert (ROOT / name).is_file()
+
+
+def test_ray_knows_every_option() -> None:
+    done = run(sys.executable, "-m", "ray.scripts.scripts", "start", "--help")
+    known = set(re.findall(r"--[a-z-]+", done.stdout))
+    # Ray hides this one.
+    used = set(start("head")) | set(start("worker", CLUSTER_HEAD="h")) - {"--redis-password"}
+    assert used <= known, done.stderr[-500:]
+
+
+def test_the_head_takes_no_work() -> None:
+    head = start("head")
+    assert (head["--num-cpus"], head["--num-gpus"]) == ("0", "0")
+
+
+def test_the_dashboard_is_reached_from_the_head_alone() -> None:
+    """It runs code for whoever reaches it."""
+    assert start("head")["--dashboard-host"] == "127.0.0.1"
+
+
+def test_no_two_ports_are_the_same() -> None:
+    ports = [int(value) for name, value in start("head").items() if name.endswith("port")]
+    low, high = (int(start("head")[f"--{end}-worker-port"]) for end in ("min", "max"))
+    exporters = {config_of(read(path)).metrics.port for path in BARE_METAL.values()} - {0}
+    taken = [*ports, 8000, *(port + n for port in exporters for n in range(64))]
+    assert len(set(taken)) == len(taken)
+    assert not [port for port in taken if low < port < high]
+
+
+def test_every_port_is_in_the_firewalls_table() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    ports = {value for name, value in start("head").items() if name.endswith("port")} | {"8000"}
+    assert {port for port in ports if not re.search(rf"\b{port}\b", page)} == set()
+
+
+def test_a_worker_needs_the_heads_address() -> None:
+    assert run(METAL / "start-ray.sh", "worker", DRY_RUN="1", CLUSTER_HEAD="").returncode != 0
+
+
+def test_the_redis_password_comes_from_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("s3cret\n")
+    head = start("head", CLUSTER_REDIS="h:1", REDIS_PASSWORD_FILE=str(secret))
+    assert head["--redis-password"] == "s3cret"
+
+
+def preflight(etc: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(METAL / "preflight.sh", *arguments, ETC=str(etc), PYTHON=sys.executable, PYTHONPATH=str(ROOT),
+               CLUSTER_HEAD="127.0.0.1", CLUSTER_REDIS="", DDTREE_CONFIG="")  # fmt: skip
+
+
+def test_preflight_lists_every_miss(tmp_path: Path) -> None:
+    done = preflight(tmp_path, "head")
+    assert done.returncode == 1
+    assert "miss:" in done.stdout and "ray-token" in done.stdout and "keys.yaml" in done.stdout
+
+
+def test_preflight_wants_secrets_that_nobody_else_reads(tmp_path: Path) -> None:
+    token = tmp_path / "ray-token"
+    token.write_text("x")
+    token.chmod(0o644)
+    assert f"miss: {token}" in preflight(tmp_path, "head").stdout
+    token.chmod(0o400)
+    assert f"ok: {token}" in preflight(tmp_path, "head").stdout
+
+
+def test_preflight_checks_a_worker_against_the_serve_configuration(tmp_path: Path) -> None:
+    """This machine has no B300."""
+    done = preflight(tmp_path, "worker", str(BARE_METAL["kimi-k2.6-b300"]))
+    assert "mismatch: " in done.stderr and "this node is not what" in done.stdout
+
+
+def test_a_release_is_switched_and_switched_back(tmp_path: Path) -> None:
+    for version in ("0.1.0", "0.2.0"):
+        binary = tmp_path / "releases" / version / "bin" / "python"
+        binary.parent.mkdir(parents=True)
+        binary.touch(0o755)
+    for version in ("0.1.0", "0.2.0", "0.1.0"):
+        assert run(METAL / "release.sh", version, ROOT=str(tmp_path)).returncode == 0
+        assert os.readlink(tmp_path / "current") == f"releases/{version}"
+
+
+def test_a_release_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    assert run(METAL / "release.sh", "9.9", ROOT=str(tmp_path)).returncode == 1
+    assert not (tmp_path / "current").exists()
