@@ -30,6 +30,9 @@ from serve_app.graphs import FieldSpec, ForwardBatch, GraphRunner, Role, StaticB
 
 # Extents are rounded up, so that successive steps of an eager CPU meet the same shapes.
 _EXTENT_STEP = 64
+# Prompts too: a CPU's kernels are made and kept per shape, some megabytes for each length of prompt. Padding rows are all
+# but free, as the tile unit works on 16 at a time.
+_PREFILL_STEP = 16
 
 
 class Pending(NamedTuple):
@@ -169,13 +172,13 @@ class ModelRunner:
             Logits [B, V] of each piece's last token.
         """
         lengths = [len(piece) for piece in tokens]
-        width = max(lengths)
+        width = -(-max(lengths) // _PREFILL_STEP) * _PREFILL_STEP
         ids = self._ints([[*piece, *(0,) * (width - len(piece))] for piece in tokens])
         columns = torch.arange(width, device=self._device)
         starts_, lengths_ = self._ints(starts), self._ints(lengths)
         real = columns < lengths_[:, None]
         places = torch.where(real, starts_[:, None] + columns, 0)
-        own = self._ints(slots)[:, None] * self._capacity + places
+        own = torch.where(real, self._ints(slots)[:, None] * self._capacity + places, self._scratch)
         batch = ForwardBatch(
             "prefill",
             len(slots),
@@ -183,14 +186,14 @@ class ModelRunner:
             input_ids=ids,
             positions=places,
             slots=self._ints(slots),
-            out_cache_loc=torch.where(real, own, self._scratch),
+            out_cache_loc=own,
             seq_lens=starts_,
             tree_mask=torch.ones(width, width, dtype=torch.bool, device=self._device).tril().expand(len(slots), -1, -1),
             longest=max(starts),
         )
         hidden, features = self._target_graphs.run(batch, lambda batch: self._hidden(batch, list(slots)))
         if self.drafter is not None:
-            self.drafter.append_context(features[real], places[real], own[real], self._draft_cache)
+            self.drafter.append_context(features.flatten(0, 1), places.flatten(), own.flatten(), self._draft_cache)
         last: Tensor = hidden[torch.arange(len(slots), device=self._device), lengths_ - 1]
         return self.target.logits(last)
 
