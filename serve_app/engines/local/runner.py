@@ -30,8 +30,8 @@ from serve_app.graphs import FieldSpec, ForwardBatch, GraphRunner, Role, StaticB
 
 # Extents are rounded up, so that successive steps of an eager CPU meet the same shapes.
 _EXTENT_STEP = 64
-# Prompts too: a CPU's kernels are made and kept per shape, some megabytes for each length of prompt. Padding rows are all
-# but free, as the tile unit works on 16 at a time.
+# Prompts too: a CPU's kernels are made and kept per shape, some megabytes for each length of prompt. Padding rows are
+# all but free, as the tile unit works on 16 at a time.
 _PREFILL_STEP = 16
 
 
