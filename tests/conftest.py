@@ -24,6 +24,11 @@ full_only = pytest.mark.skipif(not FULL, reason="part of make test-full")
 FAKE_ENGINE = "tests.fake_engine:FakeEngine"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs no cluster first: once started it lives to the end of the session, and takes its share of two cores."""
+    items.sort(key=lambda item: "serve_port" in getattr(item, "fixturenames", ()))
+
+
 @dataclass(frozen=True)
 class Served:
     """A running application. `url` has no trailing slash."""
