@@ -25,7 +25,7 @@ FAKE_ENGINE = "tests.fake_engine:FakeEngine"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no cluster first: once started it lives to the end of the session, and takes its share of two cores."""
+    """What needs no cluster first: once started it lives to the end of the session, and takes its share of the CPU."""
     items.sort(key=lambda item: "serve_port" in getattr(item, "fixturenames", ()))
 
 
