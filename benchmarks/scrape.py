@@ -2,8 +2,8 @@
 
     python benchmarks/scrape.py [--exporters 64]
 
-The exporters run in one other process on this machine, so the merged time includes their work; on a cluster it is spread
-over the nodes. The last line is JSON, times in milliseconds, medians.
+The exporters run in one other process on this machine, so the merged time includes their work; on a cluster it is
+spread over the nodes. The last line is JSON, times in milliseconds, medians.
 
 What this program does not do: run Ray (the directory of exporters is given).
 """
