@@ -149,9 +149,10 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
     async def version() -> Response:
         return _json({"version": __version__})
 
-    @app.get("/server_info", responses=_answer(answers.ServerInfo) | _errors(503))
+    @app.get("/server_info", responses=_answer(answers.ServerInfo) | _errors(400, 401, 503))
     async def about(request: Request) -> Response:
         """What benchmark tools ask for: the configuration, and each engine's mean acceptance length."""
+        await _identified(gateway, request)
         info = await _short(gateway, request, gateway.backend.info)
         return _json(server_info(gateway.config, info, (await _metrics(gateway)).decode()))
 

@@ -54,7 +54,7 @@ async def test_a_known_key_is_let_in(key: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/models"),
-     ("GET", "/v1/models/fake")],
+     ("GET", "/v1/models/fake"), ("GET", "/server_info")],
 )  # fmt: skip
 async def test_strangers_get_401_on_every_route_of_the_api(headers: dict[str, str], method: str, path: str) -> None:
     async with direct_client(await gateway()) as client:
@@ -196,7 +196,7 @@ async def test_a_failed_stream_leaves_its_slot() -> None:
 ADMIN = (
     "/admin", "/reset", "/flush_cache", "/start_profile", "/stop_profile", "/shutdown", "/abort_request", "/pause",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights", "/get_server_info", "/docs", "/redoc",
-    "/server_info", "/collective_rpc", "/sleep", "/wake_up",
+    "/collective_rpc", "/sleep", "/wake_up",
 )  # fmt: skip
 
 
