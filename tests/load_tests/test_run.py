@@ -78,16 +78,16 @@ def test_measured_counts_and_times_are_the_servers(truth: Callable[..., str], ru
     code, report = run(url, "--mix", "fixed", "--users", "4", "--requests", "20")
     with urllib.request.urlopen(f"{url}/truth") as answer:
         told = json.load(answer)
-    rows = list(csv.DictReader((tmp_path / "requests.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "requests.csv").read_text().splitlines()))
     assert code == 0
     assert sorted(row["request_id"] for row in rows) == sorted(told)
     assert all(row["frames"] == "8" and row["completion_tokens"] == "22" for row in rows)
     assert report["summary"]["acceptance"] == 3
-    # Nothing is read before it was sent, and nothing long after: the exact error is a benchmark's business.
+    # Nothing is read before it was sent; how long after is a benchmark's business.
     for row in rows:
         times = told[row["request_id"]]["times"]
-        assert times[0] <= float(row["ttft_s"]) < times[0] + 5
-        assert 0.5 < float(row["tpot_s"]) * 21 / (times[-1] - times[0]) < 50
+        assert times[0] <= float(row["ttft_s"])
+        assert times[-1] <= float(row["ttft_s"]) + float(row["tpot_s"]) * 21 + 1e-3
 
 
 def test_what_is_still_open_at_the_end_is_a_failure(truth: Callable[..., str], run: Run) -> None:
