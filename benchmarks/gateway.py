@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -34,7 +35,11 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from load_tests.processes import below
+
 ROOT = Path(__file__).resolve().parent.parent
+
 STEP_S, TOKENS_PER_STEP = 0.05, 4
 SERVERS = ("bare", "plain", "ours")
 START_S = 120
@@ -182,19 +187,12 @@ def _run_serve(application: Any, port: int) -> None:
 
 def cpu_s(root: int) -> float:
     """CPU seconds of a process and all below it, those that ended and were waited for included."""
-    parents, used = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-            used[int(entry.name)] = sum(map(int, fields[11:15])) / TICKS
-    family = {root}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(used.get(pid, 0.0) for pid in family)
+    used = 0.0
+    for pid in below(root):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used += sum(map(int, fields[11:15])) / TICKS
+    return used
 
 
 async def read(client: httpx.AsyncClient, tokens: int) -> None:

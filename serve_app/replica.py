@@ -109,8 +109,9 @@ class Replica:
         prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    queue.put_nowait((prompt, chunk if choice is None else replace(chunk, index=choice)))
+                async for made in chunks:
+                    chunk = made if choice is None else replace(made, index=choice)
+                    queue.put_nowait((prompt, chunk))
                     if self._tracer is not None and chunk.trail is not None:
                         self._tracer.choice(job.origin, chunk)
         except Exception as error:

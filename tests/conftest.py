@@ -1,11 +1,14 @@
 """Fixtures: a Ray cluster of this test session's own, and Serve applications on it behind a real socket."""
 
+import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +168,20 @@ def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.05)
+
+
+def scenarios(module: str, names: Sequence[str], seconds: float, **env: str) -> dict[str, Any]:
+    """What `python -m module NAME,…` saw on a cluster of its own, which the last line that begins with SEEN tells."""
+    env = {
+        **os.environ, **SERVE_SWITCHES, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0", **env,
+    }  # fmt: skip
+    command = [sys.executable, "-m", module, ",".join(names)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
+    return found
 
 
 def replica_pids(app: str, deployment: str) -> dict[str, int]:

@@ -1,15 +1,10 @@
 """One replica per node, on a cluster of five simulated nodes (`placement_cluster`), and what outlives its parts."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from serve_app.launch import SERVE_SWITCHES
-from tests.conftest import FULL, ROOT, full_only
+from tests.conftest import FULL, full_only, scenarios
 
 pytestmark = pytest.mark.timeout(620)
 SCENARIOS = ["wrong", "placed", "node_lost", "deleted"]
@@ -19,16 +14,7 @@ if FULL:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    env = {
-        **os.environ, **SERVE_SWITCHES, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.placement_cluster", ",".join(SCENARIOS)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
-    return found
+    return scenarios("tests.placement_cluster", SCENARIOS, 580)
 
 
 def test_each_replica_has_a_node_of_its_own(seen: dict[str, Any]) -> None:

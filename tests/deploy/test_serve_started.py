@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from serve_app.launch import SERVE_SWITCHES
-from tests.conftest import FULL, ROOT
+from tests.conftest import FULL, scenarios
 from tests.deploy.configs import ALL, BARE_METAL
 from tests.deploy.serve_cluster import DRAINED
 
@@ -24,16 +19,7 @@ each = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    env = {
-        **os.environ, **SERVE_SWITCHES, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.deploy.serve_cluster", ",".join(NAMES)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=620, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
-    return found
+    return scenarios("tests.deploy.serve_cluster", NAMES, 620, RAY_prestart_worker_first_driver="0")
 
 
 @each

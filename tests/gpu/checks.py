@@ -9,7 +9,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from tests.gpu.fleet import GREEDY, Fleet, prompts
+from benchmarks.sglang_fleet import chat_prompts as prompts
+from tests.gpu.fleet import GREEDY, Fleet
 
 SCHEMA = json.dumps(
     {
@@ -167,12 +168,13 @@ def traffic(fleet: Fleet, name: str, seconds: float, workers: int) -> dict[str, 
 
 def verify_steps(fleet: Fleet, name: str) -> float:
     """Verify forwards so far, replayed or not."""
-    samples = fleet.child(name).ask("metrics", fleet.left())["metrics"]
     wanted = ("ddtree_graph_replays_total", "ddtree_graph_fallbacks_total")
-    return sum(value for key, value in samples.items() if key.startswith(wanted) and "role=target" in key)
+    counts = counters(fleet, name).items()
+    return sum(value for key, value in counts if key.startswith(wanted) and "role=target" in key)
 
 
 def counters(fleet: Fleet, name: str) -> dict[str, float]:
+    """The engine's ddtree_* samples that are not zero."""
     samples = fleet.child(name).ask("metrics", fleet.left())["metrics"]
     return {key: value for key, value in samples.items() if value}
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
+from benchmarks.sglang_fleet import Child, engine_arguments
 
 GREEDY = {"temperature": 0.0, "ignore_eos": False}
 EXACT = {"dtype": "float16", "grammar_backend": "xgrammar", "context_length": 2048}
@@ -173,7 +173,3 @@ class Fleet:
         values = {token: value for value, token in top}
         a, b = values.get(ours[at]), values.get(theirs[at])
         return {"gap": None if a is None or b is None else round(b - a, 5), "best": top[:3]}
-
-
-def prompts(count: int) -> list[str]:
-    return chat_prompts(count)

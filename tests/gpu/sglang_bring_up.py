@@ -15,9 +15,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sglang_fleet import chat_prompts as prompts
 from tests.gpu import checks
 from tests.gpu.drafter_parity import parity
-from tests.gpu.fleet import Fleet, prompts
+from tests.gpu.fleet import Fleet
 
 MODES = "ar,ddtree,dflash,chain,eager,page16,wide,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
 TWO_GPUS = "tp2-ar,tp2"
