@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
-from benchmarks.sglang_trace import read_kernels, step_phases
+from benchmarks.sglang_trace import busy, read_kernels, step_phases
 
 MODES = "ar,dflash,ddtree-8,ddtree-16,ddtree-32,ddtree-64,ar-eager"
 BATCHES = "1,2,4,8,16,32"
@@ -55,11 +55,13 @@ def measure(child: Child, batch: int, tokens: int, prompts: int, left: float) ->
     }
 
 
-def phases(child: Child, batch: int, folder: Path, left: float) -> dict[str, float]:
-    """Milliseconds per phase of a step. The profiler slows the host: "wait" is longer than without it."""
+def phases(child: Child, batch: int, folder: Path, left: float) -> dict[str, Any]:
+    """Milliseconds per phase of a step, on the clock and (as "busy") in kernels. The profiler slows the host: the gaps
+    are longer than without it."""
     params = {"temperature": 0.0, "max_new_tokens": 96, "ignore_eos": True}
     child.ask("profile", left, prompts=chat_prompts(batch), params=params, folder=str(folder))
-    return step_phases(read_kernels(folder))
+    kernels = read_kernels(folder)
+    return step_phases(kernels) | {"busy": busy(kernels)}
 
 
 def graph_state(log: Path) -> str | None:

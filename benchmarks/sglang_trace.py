@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+MARKS = ("_build", "_mask", "_accept")
 PHASES = ("draft", "build", "verify", "commit", "wait")
 Kernel = tuple[str, float, float]
 
@@ -33,23 +34,42 @@ def read_kernels(folder: Path) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel[1])
 
 
+def steps(kernels: list[Kernel]) -> list[list[Kernel]]:
+    """The complete steps, each with the first kernel of the next one behind its own.
+
+    Left out are those in which a prefill came in between, or that committed outside the graph.
+    """
+    starts = [index for index, (name, _, _) in enumerate(kernels) if name.startswith("_prepare")]
+    cut = [kernels[begin : following + 1] for begin, following in pairwise(starts)]
+    return [step for step in cut if all(sum(k[0].startswith(mark) for k in step) == 1 for mark in MARKS)]
+
+
 def step_phases(kernels: list[Kernel]) -> dict[str, float]:
     """Median milliseconds of each phase over the complete steps, and their number as "steps".
 
     Raises ValueError when the trace has no complete step.
     """
-    starts = [index for index, (name, _, _) in enumerate(kernels) if name.startswith("_prepare")]
     spans: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for begin, following in pairwise(starts):
-        step = kernels[begin:following]
-        marks = {mark: [k for k in step if k[0].startswith(mark)] for mark in ("_build", "_mask", "_accept")}
-        if any(len(found) != 1 for found in marks.values()):
-            continue  # a prefill came in between, or the step committed outside the graph
-        build, mask, accept = (marks[mark][0] for mark in ("_build", "_mask", "_accept"))
+    for *step, following in steps(kernels):
+        build, mask, accept = (next(k for k in step if k[0].startswith(mark)) for mark in MARKS)
         last = max(end for _, _, end in step)
-        borders = (step[0][1], build[1], mask[2], accept[1], last, kernels[following][1])
+        borders = (step[0][1], build[1], mask[2], accept[1], last, following[1])
         for phase, start, end in zip(PHASES, borders[:-1], borders[1:], strict=True):
             spans[phase].append((end - start) / 1000)
     if not spans["draft"]:
         raise ValueError("no complete step in the trace")
     return {**{phase: round(median(values), 4) for phase, values in spans.items()}, "steps": len(spans["draft"])}
+
+
+def busy(kernels: list[Kernel]) -> dict[str, float]:
+    """Median milliseconds for which the kernels of each phase ran, the gaps between them left out."""
+    ran: dict[str, list[float]] = {phase: [] for phase in PHASES[:-1]}
+    for *step, _ in steps(kernels):
+        sums, phase = dict.fromkeys(ran, 0.0), "draft"
+        for name, start, end in step:
+            phase = "build" if name.startswith("_build") else "commit" if name.startswith("_accept") else phase
+            sums[phase] += (end - start) / 1000
+            phase = "verify" if name.startswith("_mask") else phase
+        for name, value in sums.items():
+            ran[name].append(value)
+    return {phase: round(median(values), 4) for phase, values in ran.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sglang_trace import read_kernels, step_phases
+from benchmarks.sglang_trace import busy, read_kernels, step_phases
 
 # Names and durations in µs of one step's kernels, back to back.
 STEP = (
@@ -32,6 +32,11 @@ def test_phases_are_the_time_between_the_steps_own_kernels(tmp_path: Path) -> No
     trace(tmp_path, 4, gap=50)
     found = step_phases(read_kernels(tmp_path))
     assert found == {"draft": 0.04, "build": 0.014, "verify": 0.1, "commit": 0.02, "wait": 0.05, "steps": 3}
+
+
+def test_busy_time_is_that_of_the_kernels(tmp_path: Path) -> None:
+    trace(tmp_path, 4, gap=50)
+    assert busy(read_kernels(tmp_path)) == {"draft": 0.04, "build": 0.014, "verify": 0.1, "commit": 0.02}
 
 
 def test_a_step_with_a_prefill_in_it_is_left_out(tmp_path: Path) -> None:
