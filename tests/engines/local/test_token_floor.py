@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
@@ -21,7 +21,7 @@ from tests.engines.local.real import MODEL
 
 # The vocabulary's longest tokens among them, characters that compose, and what a special token spells.
 PIECES = ["#" * 80, "=" * 64, " " * 40, "internationalization", "e\u0301", "\u212a", "<|im_end|>", "🌍"]
-PIECES.append("\u03b1\u0313\u0300\u0345")
+PIECES += ["\u03b1\u0313\u0300\u0345", "\x16" * 9, "\U00040000" * 3]  # the last two have bytes without a token
 texts = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=20).map("".join)
 
 
@@ -46,6 +46,8 @@ def counted(request: pytest.FixtureRequest) -> tuple[Any, TokenFloor]:
 @pytest.mark.model
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(text=texts)
+@example(text="\x16")
+@example(text="\U00040000")
 def test_it_is_never_above_the_true_count(counted: tuple[Any, TokenFloor], text: str) -> None:
     tokenizer, floor = counted
     assert floor(text) <= len(tokenizer(text)["input_ids"])
