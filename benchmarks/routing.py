@@ -2,7 +2,7 @@
 
 Multi-turn chats of growing length share a few system prompts. Each replica prefills one prompt at a time (what its
 prefix cache holds is free), decodes in a batch whose step grows with its size, and forgets the oldest blocks. The
-routers are the real ones: this product's table and scoring, and Ray's prefix tree under the policy of its
+routers are the real ones: this product's table and fleet, and Ray's prefix tree under the policy of its
 PrefixCacheAffinityRouter; power of two choices is two lines. Several ingresses share the load, each with a router of
 its own, except for Ray's, whose tree is one actor for all.
 
@@ -28,8 +28,10 @@ from dataclasses import dataclass, field
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.router.fleet import Fleet
 from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
-from serve_app.router.scoring import Candidate, Policy, rank
+from serve_app.router.scoring import Candidate, Policy
+from serve_app.router.scoring import choose as choose_plainly
 
 CHARS_PER_TOKEN, CACHE_BLOCK_CHARS = 4, 64
 PREFILL_TOKENS_S, STEP_S, STEP_PER_REQUEST_S = 8000.0, 0.015, 0.0004
@@ -134,16 +136,16 @@ def power_of_two() -> Router:
 
 
 def prefix() -> Router:
-    tables = [PrefixTable(65536) for _ in range(INGRESSES)]
-    policy = Policy()
+    fleets = [Fleet(Policy(), PrefixTable(65536)) for _ in range(INGRESSES)]
 
-    def choose(request: GenerateRequest, fleet: list[Replica], ingress: int) -> Replica:
-        by_name = {replica.name: replica for replica in fleet}
-        blocks = blocks_of(request, 256)
-        overlaps = tables[ingress].overlaps(blocks, by_name, common_blocks(request, 256))
-        candidates = [Candidate(r.name, r.ongoing, overlaps.get(r.name, 0.0)) for r in fleet]
-        name = rank(candidates, home_key(request, ""), policy)[0]
-        tables[ingress].sent(blocks, name)
+    def choose(request: GenerateRequest, replicas: list[Replica], ingress: int) -> Replica:
+        fleet, by_name = fleets[ingress], {replica.name: replica for replica in replicas}
+        fleet.become(by_name)
+        for replica in replicas:
+            fleet.set_load(replica.name, replica.ongoing, 0)
+        blocks, common = blocks_of(request, 256), common_blocks(request, 256)
+        name = fleet.choose(blocks, common, home_key(request, ""))
+        fleet.sent(blocks, common, name)
         return by_name[name]
 
     return choose
@@ -172,24 +174,68 @@ def ray_prefix(imbalanced_threshold: float) -> Router:
     return choose
 
 
-def decision_cost(replicas: int, repeats: int = 2000) -> float:
-    """Microseconds of one decision for a prompt of 10,000 characters that half the replicas hold a part of."""
-    rng = random.Random(1)
-    router, fleet = prefix(), [Replica(f"replica{i}") for i in range(replicas)]
-    system = words(rng, 8000)
-    requests = [
-        GenerateRequest(
-            "r", SamplingParams(),
-            messages=[{"role": "system", "content": system}, {"role": "user", "content": words(rng, 2000)}],
-        )
-        for _ in range(50)
-    ]  # fmt: skip
-    for request in requests:
-        router(request, fleet, 0)
-    started = time.perf_counter()
-    for index in range(repeats):
-        router(requests[index % 50], fleet, 0)
-    return (time.perf_counter() - started) / repeats * 1e6
+class Decider:
+    """One router among so many replicas, and prompts of 10,000 characters, 8,000 of them a system prompt, each of
+    which some replica was sent before. Loads change as they do in service: once sent, once accepted, once done."""
+
+    def __init__(self, replicas: int) -> None:
+        rng = random.Random(1)
+        self.table = PrefixTable(65536)
+        self.fleet = Fleet(Policy(), self.table)
+        self.names = [f"replica{i}" for i in range(replicas)]
+        self.fleet.become(self.names)
+        for name in self.names:
+            self.fleet.set_load(name, rng.randrange(8), 0)
+        system = {"role": "system", "content": words(rng, 8000)}
+        self.requests = [
+            GenerateRequest("r", SamplingParams(), messages=[system, {"role": "user", "content": words(rng, 2000)}])
+            for _ in range(50)
+        ]
+        for request in self.requests:
+            self.fleet.sent(*self.cut(request), rng.choice(self.names))
+
+    @staticmethod
+    def cut(request: GenerateRequest) -> tuple[list[int], int]:
+        return blocks_of(request, 256), common_blocks(request, 256)
+
+    def decide(self, request: GenerateRequest) -> str:
+        blocks, common = self.cut(request)
+        name = self.fleet.choose(blocks, common, home_key(request, ""))
+        self.fleet.sent(blocks, common, name)
+        load = self.fleet.load(name)
+        for now in (load + 1, load + 1, load):
+            self.fleet.set_load(name, now, 0)
+        return name
+
+    def plainly(self, request: GenerateRequest) -> str:
+        blocks, common = self.cut(request)
+        overlaps = self.table.overlaps(blocks, self.names, common)
+        candidates = [Candidate(n, self.fleet.load(n), overlaps.get(n, 0.0)) for n in self.names]
+        return choose_plainly(candidates, home_key(request, ""), Policy())
+
+    def check(self) -> None:
+        for request in self.requests:
+            expected = self.plainly(request)
+            assert self.decide(request) == expected
+
+    def us(self) -> float:
+        """Microseconds of a decision, now."""
+        started = time.perf_counter()
+        for request in self.requests:
+            self.decide(request)
+        return (time.perf_counter() - started) / len(self.requests) * 1e6
+
+
+def decision_costs(sizes: tuple[int, ...] = (1, 4, 16, 64), repeats: int = 100) -> dict[int, float]:
+    """Median microseconds of one decision by the number of replicas, which take turns."""
+    deciders = {size: Decider(size) for size in sizes}
+    for decider in deciders.values():
+        decider.check()
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(repeats):
+        for size, decider in deciders.items():
+            times[size].append(decider.us())
+    return {size: statistics.median(seen) for size, seen in times.items()}
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {
@@ -218,7 +264,7 @@ def main() -> None:
             f"{row['imbalance']:15.2f}",
             flush=True,
         )
-    costs = {replicas: decision_cost(replicas) for replicas in (1, 4, 16, 64)}
+    costs = decision_costs()
     print("µs per decision:", ", ".join(f"{n} replicas {cost:.0f}" for n, cost in costs.items()))
     print(json.dumps({"table": table, "decision_us": costs}))
 

@@ -9,7 +9,7 @@ What this module does not do: see what a replica's cache really holds; it only k
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from serve_app.engines.base import GenerateRequest
 
@@ -29,6 +29,10 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._holders)
 
+    def holders(self, block: int) -> tuple[str, ...]:
+        """Who was sent it, and with it everything before it; the newest last."""
+        return self._holders.get(block, ())
+
     def overlaps(self, blocks: Sequence[int], names: Collection[str], common: int = 0) -> dict[str, float]:
         """Share of the blocks, from the first on, that each of `names` was sent; those without any are left out.
 
@@ -36,22 +40,20 @@ class PrefixTable:
             common: blocks at the beginning that many chats have alike (`common_blocks`); they count for nothing.
         """
         depth: dict[str, int] = {}
-        going_on: Collection[str] = names
         for at, block in enumerate(blocks, 1):
-            going_on = [name for name in self._holders.get(block, ()) if name in going_on]
-            if not going_on:
-                break
-            for name in going_on:
-                depth[name] = at
+            # A block stands for everything before it, even where the list of an earlier one has forgotten a holder.
+            depth.update({name: at for name in self.holders(block) if name in names})
         own = len(blocks) - common
         return {name: (count - common) / own for name, count in depth.items() if count > common}
 
-    def sent(self, blocks: Sequence[int], name: str) -> None:
+    def sent(self, blocks: Iterable[int], name: str) -> None:
         """Remember that a prompt went to a replica."""
         for block in blocks:
             holders = self._holders.pop(block, ())
-            # The newest last, which is also the block's place in the order of forgetting.
-            self._holders[block] = (*(h for h in holders if h != name), name)[-HOLDERS:]
+            if not holders or holders[-1] != name:
+                # The newest last, which is also the block's place in the order of forgetting.
+                holders = (*(h for h in holders if h != name), name)[-HOLDERS:]
+            self._holders[block] = holders
         while len(self._holders) > self._max_blocks:
             self._holders.popitem(last=False)
 

@@ -1,24 +1,26 @@
 """Which replica a request should go to: a pure function of what is known about each.
 
 Affinity under a load bound. Where a replica holds the longest prefix of the prompt, the request goes there, unless the
-replica has clearly more to do than its peers; then the next best holder is taken, and in the end the least loaded.
-A prompt that nobody holds goes to its *home*, which every router computes alike, so that several routers send the
-turns of one chat to the same replica without talking to each other.
+replica has clearly more to do than its peers; then the next best holder is taken, and in the end anybody within the
+bound. A prompt that nobody holds goes to its *home*, which every router computes alike, so that several routers send
+the turns of one chat to the same replica without talking to each other.
+
+`choose` looks at every replica, and is what the tests hold `fleet` against, which does not.
 
 What this module does not do: keep anything (see `prefixes`), or know Ray.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+
+from serve_app.router.ring import Ring
 
 
-class Candidate(NamedTuple):
-    """A replica as a router sees it (a tuple: one is made per replica and decision).
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica as a router sees it.
 
     Attributes:
         name: its id. ongoing: requests it works on. overlap: share of the prompt that it holds, 0 to 1.
@@ -41,32 +43,23 @@ class Policy:
     least_overlap: float = 0.1
 
 
-def rank(candidates: Sequence[Candidate], home_key: str, policy: Policy) -> list[str]:
-    """Names, the best first, then by load. Unhealthy replicas only where nobody is healthy: then a try beats none.
+def choose(candidates: Sequence[Candidate], home_key: str, policy: Policy) -> str:
+    """Name of the best of at least one. Unhealthy replicas only where nobody is healthy: then a try beats none.
 
     Args:
         home_key: what the turns of one chat have in common.
     """
+    ring = Ring([candidate.name for candidate in candidates])
     able = [c for c in candidates if c.healthy] or list(candidates)
-    if len(able) < 2:
-        return [candidate.name for candidate in able]
-    bound = load_bound([c.ongoing for c in able], policy)
+    bound = load_bound(sum(c.ongoing for c in able), len(able), policy)
     free = [c for c in able if c.ongoing <= bound]
     most = max(c.overlap for c in free)
     # Of those that hold as much, the home; of those that hold nothing, too.
     alike = [c for c in free if c.overlap == most] if most >= policy.least_overlap else free
-    best = alike[0] if len(alike) == 1 else max(alike, key=lambda c: home_weight(home_key, c.name))
-    rest = [candidate for candidate in able if candidate is not best]
-    rest.sort(key=attrgetter("ongoing"))
-    return [best.name, *(candidate.name for candidate in rest)]
+    return min(alike, key=lambda c: ring.distance(home_key, c.name)).name
 
 
-def load_bound(loads: Sequence[int], policy: Policy) -> float:
-    """Requests that a replica may have and still attract more."""
-    mean = sum(loads) / len(loads)
+def load_bound(total: int, replicas: int, policy: Policy) -> float:
+    """Requests that a replica may have and still attract more, when `replicas` together have `total`."""
+    mean = total / replicas if replicas else 0.0
     return mean + max(policy.slack * mean, policy.least_slack - 1)
-
-
-def home_weight(key: str, name: str) -> int:
-    """Rendezvous hashing: a key's home is the name with the largest weight; when a name goes, only its keys move."""
-    return zlib.crc32(name.encode(), zlib.crc32(key.encode())) * 2654435761 % 2**32

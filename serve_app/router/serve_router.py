@@ -1,6 +1,6 @@
-"""Ray Serve's request router over `scoring`: runs in every process that holds a handle of the replicas.
+"""Ray Serve's request router over `fleet`: runs in every process that holds a handle of the replicas.
 
-What this module does not do: generate, or decide anything by itself that `scoring` could.
+What this module does not do: generate, or decide anything by itself that `fleet` could.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from serve_app.protocol import Job
+from serve_app.router.fleet import Fleet
 from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
-from serve_app.router.scoring import Candidate, Policy, rank
+from serve_app.router.scoring import Policy
 
 SUSPECT_RETRY = 5
 
@@ -25,71 +26,85 @@ class PrefixRouter(RequestRouter):
     def initialize_state(  # type: ignore[override]
         self, max_blocks: int = 65536, block_chars: int = 256, suspect_s: float = 2.0, slack: float = 0.5
     ) -> None:
-        self._table = PrefixTable(max_blocks)
         self._block_chars, self._suspect_s = block_chars, suspect_s
-        self._policy = Policy(slack=slack)
-        # Since when each replica owes an answer.
-        self._asked: dict[ReplicaID, float] = {}
+        self._fleet = Fleet(Policy(slack=slack), PrefixTable(max_blocks))
+        self._by_name: dict[str, RunningReplica] = {}
+        self._ill: set[str] = set()
+        # Since when each replica owes an answer, the longest first.
+        self._asked: dict[str, float] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica per rank, the best first."""
+        """The best one; then, should it be full, all that are well, of which Serve takes the least loaded."""
         if pending_request is not None:
             # Else the base class asks again without a pause while everybody is full.
             pending_request.routing_context.should_backoff = True
+        now = time.monotonic()
+        self._fleet.expire(now)
+        unwell = self._ill | self._suspects(now)
         job = _job(pending_request)
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        overlaps: dict[str, float] = {}
-        if job is not None and len(by_name) > 1:
-            request = job.requests[0]
-            common = common_blocks(request, self._block_chars)
-            overlaps = self._table.overlaps(blocks_of(request, self._block_chars), by_name, common)
-        candidates = [self._candidate(name, replica, overlaps) for name, replica in by_name.items()]
-        # Calls that are no jobs go anywhere.
-        key = home_key(job.requests[0], job.session) if job is not None else str(time.monotonic())
-        return [[by_name[name]] for name in rank(candidates, key, self._policy)]
+        if job is None:
+            # Calls that are no jobs go anywhere.
+            best = self._fleet.choose((), 0, str(now), unwell)
+        else:
+            best = self._fleet.choose(*self._blocks(job), home_key(job.requests[0], job.session), unwell)
+        well = [r for r in candidate_replicas if r.replica_id.unique_id not in unwell] if unwell else candidate_replicas
+        return [[self._by_name[best]], well or candidate_replicas]
 
-    def _candidate(self, name: str, replica: RunningReplica, overlaps: dict[str, float]) -> Candidate:
-        owes_s = time.monotonic() - self._asked.get(replica.replica_id, time.monotonic())
-        if owes_s > SUSPECT_RETRY * self._suspect_s:
-            # Perhaps the one who asked has left, and no answer will come.
-            del self._asked[replica.replica_id]
-        suspected = self._suspect_s < owes_s <= SUSPECT_RETRY * self._suspect_s
-        stats: dict[str, Any] = replica.routing_stats or {}
-        return Candidate(
-            name=name,
-            ongoing=self.replica_queue_len_cache.get(replica.replica_id) or 0,
-            overlap=overlaps.get(name, 0.0),
-            healthy=bool(stats.get("healthy", True)) and not suspected,
-        )
+    def _blocks(self, job: Job) -> tuple[list[int], int]:
+        if len(self._by_name) < 2:
+            return [], 0
+        request = job.requests[0]
+        return blocks_of(request, self._block_chars), common_blocks(request, self._block_chars)
+
+    def _suspects(self, now: float) -> set[str]:
+        suspects = set()
+        for name, since in list(self._asked.items()):
+            if now - since <= self._suspect_s:
+                break
+            if now - since > SUSPECT_RETRY * self._suspect_s:
+                # Perhaps the one who asked has left, and no answer will come.
+                del self._asked[name]
+            else:
+                suspects.add(name)
+        return suspects
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
-        self._asked.setdefault(replica_id, time.monotonic())
+        now, name = time.monotonic(), replica_id.unique_id
+        self._asked.setdefault(name, now)
+        self._fleet.set_load(name, self._fleet.load(name) + 1, now)
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
-        self._asked.pop(replica_id, None)
+        self._asked.pop(replica_id.unique_id, None)
+        self._fleet.set_load(replica_id.unique_id, num_ongoing_requests, time.monotonic())
+
+    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
+        super().decrement_queue_len_cache(replica_id)
+        name = replica_id.unique_id
+        self._fleet.set_load(name, max(0, self._fleet.load(name) - 1), time.monotonic())
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         job = _job(pending_request)
         if job is not None:
-            self._table.sent(blocks_of(job.requests[0], self._block_chars), replica_id.unique_id)
+            self._fleet.sent(*self._blocks(job), replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
-        for replica_id in gone:
-            self._forget(replica_id)
+        self._adopt()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._forget(replica_id)
+        self._adopt()
 
-    def _forget(self, replica_id: ReplicaID) -> None:
-        self._asked.pop(replica_id, None)
-        self._table.forget(replica_id.unique_id)
+    def _adopt(self) -> None:
+        self._by_name = {replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()}
+        stats = {name: replica.routing_stats or {} for name, replica in self._by_name.items()}
+        self._ill = {name for name, said in stats.items() if not said.get("healthy", True)}
+        self._asked = {name: since for name, since in self._asked.items() if name in self._by_name}
+        self._fleet.become(list(self._by_name))
 
 
 def _job(pending: PendingRequest | None) -> Job | None:

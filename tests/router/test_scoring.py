@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from serve_app.router.scoring import Candidate, Policy, home_weight, load_bound, rank
+from serve_app.router.scoring import Candidate, Policy, choose, load_bound
 
 POLICY = Policy()
 
 
 def best(*candidates: Candidate, key: str = "k") -> str:
-    return rank(candidates, key, POLICY)[0]
+    return choose(candidates, key, POLICY)
 
 
 def test_the_longest_prefix_wins() -> None:
@@ -32,22 +32,11 @@ def test_where_no_holder_is_free_the_others_take_it() -> None:
 
 
 def test_an_unhealthy_replica_gets_nothing_while_another_is_well() -> None:
-    names = rank([Candidate("a", 0, 1.0, healthy=False), Candidate("b", 50)], "k", POLICY)
-    assert names == ["b"]
+    assert best(Candidate("a", 0, 1.0, healthy=False), Candidate("b", 50)) == "b"
 
 
-def test_where_all_are_unhealthy_each_is_tried() -> None:
-    assert set(rank([Candidate("a", 0, healthy=False), Candidate("b", 0, healthy=False)], "k", POLICY)) == {"a", "b"}
-
-
-def test_nobody_is_no_choice() -> None:
-    assert rank([], "k", POLICY) == []
-
-
-def test_everybody_healthy_is_ranked_once() -> None:
-    rng = random.Random(1)
-    candidates = [Candidate(str(i), rng.randrange(30), rng.random()) for i in range(64)]
-    assert sorted(rank(candidates, "k", POLICY)) == sorted(c.name for c in candidates)
+def test_where_all_are_unhealthy_one_is_tried() -> None:
+    assert best(Candidate("a", 0, 0.9, healthy=False), Candidate("b", 0, healthy=False)) == "a"
 
 
 def test_a_chat_has_one_home_whoever_computes_it() -> None:
@@ -56,27 +45,11 @@ def test_a_chat_has_one_home_whoever_computes_it() -> None:
     assert len(set(homes)) == 1
 
 
-def test_chats_spread_over_homes() -> None:
-    names = [f"replica{i}" for i in range(8)]
-    counts = dict.fromkeys(names, 0)
-    for chat in range(4000):
-        counts[max(names, key=lambda name: home_weight(f"chat {chat}", name))] += 1
-    assert min(counts.values()) > 350 and max(counts.values()) < 650
-
-
-def test_when_a_replica_goes_only_its_chats_move() -> None:
-    names = [f"replica{i}" for i in range(8)]
-    for chat in range(500):
-        before = max(names, key=lambda name: home_weight(f"chat {chat}", name))
-        after = max(names[1:], key=lambda name: home_weight(f"chat {chat}", name))
-        assert before in (after, names[0])
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_replica_is_chosen_beyond_the_bound_unless_all_are(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         candidates = [Candidate(str(i), rng.randrange(12), rng.choice([0, 0, rng.random()])) for i in range(6)]
         loads = {c.name: c.ongoing for c in candidates}
-        chosen = rank(candidates, str(rng.random()), POLICY)[0]
-        assert loads[chosen] <= load_bound(list(loads.values()), POLICY)
+        chosen = choose(candidates, str(rng.random()), POLICY)
+        assert loads[chosen] <= load_bound(sum(loads.values()), 6, POLICY)
