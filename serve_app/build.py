@@ -25,6 +25,9 @@ from serve_app.topology import READ_NODE
 INGRESS_DRAIN_MARGIN_S = 5
 # How soon routers learn that a replica's own watchdog found it ill.
 ROUTING_STATS_PERIOD_S = 2
+# Serve wants three failed checks in a row. They only read what the watchdog found, so they come as often as makes three
+# of them fit into one of its periods.
+CHECKS_PER_PERIOD = 3
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -63,7 +66,7 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = 
         **placement_options(config),
         **routing_options(config),
         **scaling_options(config),
-        health_check_period_s=replica.health_check_period_s,
+        health_check_period_s=replica.health_check_period_s / CHECKS_PER_PERIOD,
         health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
@@ -120,7 +123,11 @@ def scaling_options(config: Config) -> dict[str, Any]:
         return {"num_replicas": config.replica.num_replicas}
     policy = {
         "policy_function": "serve_app.scaling:BusyPolicy",
-        "policy_kwargs": {"target": scaling.target_busy, "slots": config.engine.max_running},
+        "policy_kwargs": {
+            "target": scaling.target_busy,
+            "slots": config.engine.max_running,
+            "target_ttft_s": scaling.target_ttft_s,
+        },
     }
     return {
         "autoscaling_config": {

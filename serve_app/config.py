@@ -75,9 +75,10 @@ class EngineConfig(_Frozen):
 
 
 class ReplicaConfig(_Frozen):
-    """The deployment that owns an engine. Seconds throughout. Serve replaces a replica after three failed health checks
-    in a row: one that no longer answers after three periods and timeouts, one whose engine is stuck after
-    `stuck_after_s` and three periods. `warmup_grace_s`: after its start an engine may take longer than that."""
+    """The deployment that owns an engine. Seconds throughout. Serve checks thrice in a `health_check_period_s` and ends
+    a replica after three failures in a row: one that no longer answers after a third of a period and three timeouts,
+    one whose engine is stuck after `stuck_after_s` and two periods. `warmup_grace_s`: after its start an engine may
+    take longer than that."""
 
     num_replicas: int = Field(1, ge=1, le=1024)
     num_cpus: float = Field(1, ge=0)
@@ -114,12 +115,15 @@ class PlacementConfig(_Frozen):
 
 class AutoscalingConfig(_Frozen):
     """The number of replicas follows the load when `max_replicas` is set; `replica.num_replicas` is then the number at
-    first. `target_busy`: the share of its slots, or of its KV memory, that each should use. Delays: how long the load
-    must say so. A replica that goes finishes its streams within `replica.graceful_shutdown_timeout_s`."""
+    first. `target_busy`: the share of its slots, or of its KV memory, that each should use. `target_ttft_s`: while
+    first tokens take longer (those of nine requests in ten, at the replica) there are to be more; null for no such
+    target. Delays: how long the load must say so. A replica that goes finishes its streams within
+    `replica.graceful_shutdown_timeout_s`."""
 
     max_replicas: int | None = Field(None, ge=1)
     min_replicas: int = Field(1, ge=1)
     target_busy: float = Field(0.7, gt=0, le=1)
+    target_ttft_s: float | None = Field(None, gt=0)
     look_back_s: float = Field(10, gt=0)
     upscale_delay_s: float = Field(15, ge=0)
     downscale_delay_s: float = Field(300, ge=0)

@@ -28,7 +28,7 @@ from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.logs import adopt_library
 from serve_app.protocol import Item, Job, Progress, Renderer, Work, error_frames, open_work
-from serve_app.scaling import BUSY, busy
+from serve_app.scaling import BUSY, TTFT, FirstTokens, busy
 from serve_app.topology import READ_NODE, preflight
 from serve_app.tracing import make_tracer
 from serve_app.watchdog import Watchdog, prove
@@ -68,6 +68,7 @@ class Replica:
             raise
         self._watchdog = Watchdog(self._engine, config.replica)
         self._watchdog.start()
+        self._first_tokens = FirstTokens(config.autoscaling.look_back_s)
         self._exporter: Exporter | None = None
         if exporters is not None:
             self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
@@ -84,14 +85,18 @@ class Replica:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._note_arrival(job)
         tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
+        key = object()
+        self._first_tokens.arrived(key)
         try:
             async for item in (_stream if job.stream else _collect)(job, queue, len(tasks)):
+                self._first_tokens.came(key)
                 yield item
         except Exception as error:
             failure = self._as_serve_error(error, job)
             # The frames are for a client that already has some; a first item is answered by its error alone.
             yield Item(data=error_frames(failure) if job.stream else b"", error=failure)
         finally:
+            self._first_tokens.left(key)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -162,7 +167,8 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load."""
-        return {BUSY: busy(self._engine.stats())}
+        found, late = {BUSY: busy(self._engine.stats())}, self._first_tokens.late()
+        return found if late is None else {**found, TTFT: late}
 
     async def check_health(self) -> None:
         """Called by Serve, beside the request path. Raises when the engine neither generated lately nor could."""

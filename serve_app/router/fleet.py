@@ -102,6 +102,6 @@ class Fleet:
         return None
 
     def sent(self, blocks: Sequence[int], common: int, name: str) -> None:
-        """Remember that a prompt went to a replica. What many chats have in common attracts nothing, and is not kept."""
+        """Remember that a prompt went to a replica. What many chats have in common is not kept: it attracts nothing."""
         if name in self._names:
             self._table.sent(islice(blocks, common, None), name)

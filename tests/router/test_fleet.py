@@ -1,6 +1,7 @@
 """The fleet's decisions against the plain function of all that is known."""
 
 import random
+
 import pytest
 
 from serve_app.router.fleet import LOAD_EXPIRES_S, Fleet
