@@ -9,12 +9,11 @@ Three servers, one after the other in one run on the same machine, around one pa
 Cost is CPU time of all the server's processes, without what they use when idle, divided by tokens: a busy machine
 lengthens waits, and changes CPU time much less. `unary` is the median time of a one-step answer.
 
-    python benchmarks/gateway.py [--streams 1,16,64] [--steps 60] [--servers bare,plain,ours]
+    python benchmarks/gateway.py [--streams 1,16,64] [--steps 40] [--servers bare,plain,ours] [--out PATH]
 
 Prints a table and JSON on the last line. What it does not do: an engine's own work.
+No `from __future__ import annotations` here: FastAPI reads annotations again in the process that Ray sent a route to.
 """
-
-from __future__ import annotations
 
 import argparse
 import asyncio
@@ -27,7 +26,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from load_tests.processes import below
+from load_tests.processes import sample
 
 ROOT = Path(__file__).resolve().parent.parent
 
 STEP_S, TOKENS_PER_STEP = 0.05, 4
+IDLE_S = 4.0
 SERVERS = ("bare", "plain", "ours")
 START_S = 120
-TICKS = os.sysconf("SC_CLK_TCK")
 HEAD = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
 
 
@@ -174,24 +175,28 @@ def _run_serve(application: Any, port: int) -> None:
     import ray
     from ray import serve
 
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         ray.init(address="local", _temp_dir=directory, include_dashboard=False, num_cpus=8, log_to_driver=False)
+        # After ray.init, which installs a handler of its own.
+        told = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(application)
-        signal.sigwait({signal.SIGTERM})
+        while not told.wait(0.2):
+            pass
         ray.shutdown()
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def cpu_s(root: int) -> float:
-    """CPU seconds of a process and all below it, those that ended and were waited for included."""
-    used = 0.0
-    for pid in below(root):
+def cpu_s(root: int) -> Counter[str]:
+    """CPU seconds of a process and all below it, by role."""
+    used: Counter[str] = Counter()
+    for one in sample(root):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            used += sum(map(int, fields[11:15])) / TICKS
+            # The CPU clock of another process, as clock_getcpuclockid(3) makes it: nanoseconds, not ticks.
+            used[one.role] += time.clock_gettime((~one.pid << 3) | 2)
     return used
 
 
@@ -203,39 +208,46 @@ async def read(client: httpx.AsyncClient, tokens: int) -> None:
     assert text.count(b" word") == tokens and text.endswith(b"[DONE]\n\n"), text[-200:]
 
 
-async def measure(url: str, pid: int, streams: list[int], steps: int) -> dict[str, float]:
+async def measure(url: str, pid: int, streams: list[int], steps: int) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=max(streams), max_keepalive_connections=max(streams))
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
         await asyncio.gather(*(read(client, 8) for _ in range(max(streams))))
-        before, idle_s = cpu_s(pid), 4.0
-        await asyncio.sleep(idle_s)
-        idle = (cpu_s(pid) - before) / idle_s
+        before = cpu_s(pid)
+        await asyncio.sleep(IDLE_S)
+        idle = {role: (used - before[role]) / IDLE_S for role, used in cpu_s(pid).items()}
         for count in streams:
             before, began = cpu_s(pid), time.monotonic()
             await asyncio.gather(*(read(client, steps * TOKENS_PER_STEP) for _ in range(count)))
             took = time.monotonic() - began
-            found[f"us_per_token_{count}"] = (
-                (cpu_s(pid) - before - idle * took) / (count * steps * TOKENS_PER_STEP) * 1e6
-            )
-            found[f"slowdown_{count}"] = took / ((steps - 1) * STEP_S)
-        body = {"model": "paced", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-        times = []
-        for _ in range(200):
-            began = time.perf_counter()
-            (await client.post("/v1/chat/completions", json=body)).raise_for_status()
-            times.append(1000 * (time.perf_counter() - began))
-        found["unary_p50_ms"] = statistics.median(times)
+            tokens = count * steps * TOKENS_PER_STEP
+            used = {r: (s - before[r] - idle.get(r, 0) * took) / tokens * 1e6 for r, s in cpu_s(pid).items()}
+            found[f"us_per_token_{count}"] = round(sum(used.values()), 1)
+            found[f"roles_{count}"] = {role: round(us, 1) for role, us in used.items() if us >= 0.5}
+            found[f"slowdown_{count}"] = round(took / ((steps - 1) * STEP_S), 2)
+        found["unary_p50_ms"] = round(await unary_ms(client), 2)
     return found
 
 
-def run(server: str, streams: list[int], steps: int) -> dict[str, float]:
+async def unary_ms(client: httpx.AsyncClient, repeats: int = 200) -> float:
+    body = {"model": "paced", "messages": [{"role": "user", "content": "x"}], "max_tokens": TOKENS_PER_STEP}
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def run(server: str, streams: list[int], steps: int) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "benchmarks.gateway", "--child", server, str(port)]
-    child = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_S
@@ -251,14 +263,19 @@ def run(server: str, streams: list[int], steps: int) -> dict[str, float]:
         return asyncio.run(measure(url, child.pid, streams, steps))
     finally:
         child.terminate()
-        child.wait(60)
+        try:
+            child.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait(30)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,16,64")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--servers", default=",".join(SERVERS))
+    parser.add_argument("--out", type=Path, help="where to write the JSON as well")
     parser.add_argument("--child", nargs=2, metavar=("SERVER", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -268,9 +285,11 @@ def main() -> None:
     results = {}
     for server in options.servers.split(","):
         results[server] = run(server, streams, options.steps)
-        row = "  ".join(f"{key} {value:.1f}" for key, value in results[server].items())
+        row = "  ".join(f"{key} {value}" for key, value in results[server].items())
         print(f"{server:6} {row}", flush=True)
     print(json.dumps(results))
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ class Nodes:
         time.sleep(1)
 
     def start_head(self) -> None:
+        # Ray looks for a running head among all of the machine's processes, where it finds the others' words of it.
+        Path(self._directory, "ray_current_cluster").unlink(missing_ok=True)
         self._start(
             "head", "--head", f"--port={GCS_PORT}", "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false",
             f"--temp-dir={self._directory}", '--labels={"name": "head"}',
