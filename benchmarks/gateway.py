@@ -1,15 +1,16 @@
 """What the serving plane costs per streamed token, against a bare uvicorn server and the usual Ray Serve pattern.
 
-Three servers, one after the other in one run on the same machine, around one paced engine (4 tokens a step):
+Four servers, one after the other in one run on the same machine, around one paced engine (4 tokens a step):
 
   bare    uvicorn and an SSE generator in one process, one frame a step
   plain   FastAPI ingress → handle → generator under Ray Serve as it comes, one frame a token
   ours    this product as its launcher runs it, with the engine behind its engine seam
+  haproxy the same with Serve's HAProxy in front of the ingress instead of Serve's own proxy
 
 Cost is CPU time of all the server's processes, without what they use when idle, divided by tokens: a busy machine
 lengthens waits, and changes CPU time much less. `unary` is the median time of a one-step answer.
 
-    python benchmarks/gateway.py [--streams 1,16,64] [--steps 40] [--servers bare,plain,ours] [--out PATH]
+    python benchmarks/gateway.py [--streams 1,16,64] [--steps 40] [--servers bare,plain,ours,haproxy] [--out PATH]
 
 Prints a table and JSON on the last line. What it does not do: an engine's own work.
 No `from __future__ import annotations` here: FastAPI reads annotations again in the process that Ray sent a route to.
@@ -43,7 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 STEP_S, TOKENS_PER_STEP = 0.05, 4
 IDLE_S = 4.0
-SERVERS = ("bare", "plain", "ours")
+SERVERS = ("bare", "plain", "ours", "haproxy")
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 START_S = 120
 HEAD = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
 
@@ -160,10 +162,10 @@ def serve_plain(port: int) -> None:
     _run_serve(Front.bind(Generator.bind()), port)  # type: ignore[attr-defined]
 
 
-def serve_ours(port: int) -> None:
+def serve_ours(port: int, **switches: str) -> None:
     from serve_app.launch import SERVE_SWITCHES
 
-    os.environ.update(SERVE_SWITCHES)
+    os.environ.update({**SERVE_SWITCHES, **switches})
     from serve_app.build import bind
     from serve_app.config import load_config
 
@@ -279,7 +281,11 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, metavar=("SERVER", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        {"bare": serve_bare, "plain": serve_plain, "ours": serve_ours}[options.child[0]](int(options.child[1]))
+        server, port = options.child[0], int(options.child[1])
+        if server == "haproxy":
+            serve_ours(port, **HAPROXY)
+        else:
+            {"bare": serve_bare, "plain": serve_plain, "ours": serve_ours}[server](port)
         return
     streams = [int(count) for count in options.streams.split(",")]
     results = {}

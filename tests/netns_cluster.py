@@ -154,7 +154,7 @@ def enter(namespace: str) -> None:
 
 
 def run(ready: Nodes, wanted: list[str]) -> None:
-    ray.init(address=ready.gcs, log_to_driver=False, namespace="serve")
+    connect(ready)
     serve.start(proxy_location="EveryNode", http_options={"host": "0.0.0.0", "port": PORT})
     seen: dict[str, Any] = {"storage": ready.storage, "placed": placed(ready.network)}
     scenarios = {"head_lost": head_lost, "unplugged": unplugged}
@@ -165,11 +165,15 @@ def run(ready: Nodes, wanted: list[str]) -> None:
     print("SEEN " + json.dumps(seen))
 
 
+def connect(ready: Nodes) -> None:
+    ray.init(address=ready.gcs, log_to_driver=False, namespace="serve")
+
+
 def placed(network: Network) -> dict[str, Any]:
     """Two replicas, and one ingress, which asks for a CPU and so is not on the head."""
     app = {
         "name": "app", "route_prefix": "/", "import_path": "tests.deploy.fake_app:build_app",
-        "args": config(len(WORKERS)).model_dump(),
+        "args": arguments(),
         "deployments": [{"name": "ingress", "ray_actor_options": {"num_cpus": 0.1}}],
     }  # fmt: skip
     client = _get_global_client()
@@ -180,6 +184,13 @@ def placed(network: Network) -> dict[str, Any]:
     urls = [url_of(network, host) for host in WORKERS]
     served = up and all(until(lambda url=url: whole(url), 60) for url in urls)
     return {"up": up, "hosts": hosts, "nodes": nodes(), "ingress": nodes("ingress"), "served": served}
+
+
+def arguments() -> dict[str, Any]:
+    """With the health checks of a default configuration, which find a node that is silent."""
+    args = config(len(WORKERS)).model_dump()
+    args["replica"] |= {"health_check_period_s": 3, "health_check_timeout_s": 6}
+    return args
 
 
 def url_of(network: Network, host: str) -> str:
@@ -209,6 +220,9 @@ def head_lost(ready: Nodes) -> dict[str, Any]:
     ready.start_head()
     for load in answers:
         load.join()
+    # A driver from before keeps asking the old controller's address; replicas and proxies do not.
+    ray.shutdown()
+    connect(ready)
     back = until(lambda: running() == len(WORKERS), 120)
     back_s = round(time.monotonic() - began, 1)
     victim = replicas()[0]
@@ -230,10 +244,12 @@ def unplugged(ready: Nodes) -> dict[str, Any]:
     answers.wait_for_tokens()
     began = time.monotonic()
     ready.network.unplug(lost)
+    asked = Load(answers.url, 10)
     answers.join()
+    asked.join()
     took_s = round(time.monotonic() - began, 1)
     ready.network.kill(lost)
-    return {"answers": answers.right(), "took_s": took_s, "lost": lost}
+    return {"answers": answers.right(), "asked": asked.right(), "took_s": took_s, "lost": lost}
 
 
 def ids() -> set[str]:

@@ -1,4 +1,4 @@
-"""Nodes that have nothing but a network in common (`netns_cluster`): the head goes and comes back, a cable is pulled."""
+"""Nodes with nothing but a network in common (`netns_cluster`): the head goes and comes back, a cable is pulled."""
 
 from typing import Any
 
@@ -41,3 +41,7 @@ def test_a_head_that_came_back_replaces_replicas(seen: dict[str, Any]) -> None:
 
 def test_streams_outlive_a_node_that_nothing_reaches_any_more(seen: dict[str, Any]) -> None:
     assert seen["unplugged"]["answers"] == {"whole": 30}
+
+
+def test_requests_sent_to_a_node_that_nothing_reaches_are_answered_by_another(seen: dict[str, Any]) -> None:
+    assert seen["unplugged"]["asked"] == {"whole": 10}

@@ -11,6 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from serve_app.protocol import Job
+from serve_app.router.calls import Calls, NotedReplica
 from serve_app.router.fleet import Fleet
 from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
 from serve_app.router.scoring import Policy
@@ -28,6 +29,7 @@ class PrefixRouter(RequestRouter):
     ) -> None:
         self._block_chars, self._suspect_s = block_chars, suspect_s
         self._fleet = Fleet(Policy(slack=slack), PrefixTable(max_blocks))
+        self._calls = Calls(self._event_loop)
         self._by_name: dict[str, RunningReplica] = {}
         self._ill: set[str] = set()
         # Since when each replica owes an answer, the longest first.
@@ -91,13 +93,20 @@ class PrefixRouter(RequestRouter):
         if job is not None:
             self._fleet.sent(*self._blocks(job), replica_id.unique_id)
 
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        return NotedReplica(replica_info, self._calls.sent)
+
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        before = self._by_name
         super().update_replicas(replicas)
         self._adopt()
+        for name in before.keys() - self._by_name.keys():
+            self._calls.watch(name, before[name])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._adopt()
+        self._calls.lost(replica_id.unique_id)
 
     def _adopt(self) -> None:
         self._by_name = {replica_id.unique_id: replica for replica_id, replica in self.curr_replicas.items()}
