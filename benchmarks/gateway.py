@@ -292,10 +292,10 @@ def main() -> None:
     for server in options.servers.split(","):
         results[server] = run(server, streams, options.steps)
         row = "  ".join(f"{key} {value}" for key, value in results[server].items())
-        print(f"{server:6} {row}", flush=True)
+        print(f"{server:8} {row}", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

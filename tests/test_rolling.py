@@ -34,8 +34,8 @@ def deploy(replicas: int, grace_s: float = 20, scaling: dict[str, Any] | None = 
 class Load:
     """Clients that ask again and again, in threads; `outcomes` counts how their answers ended."""
 
-    def __init__(self, url: str, clients: int = 10, delay: float = 0.05) -> None:
-        self.url, self.delay = url, delay
+    def __init__(self, url: str, clients: int = 10, delay: float = 0.05, stall: float = 0) -> None:
+        self.url, self.script = url, f"{WORDS} delay={delay} stall={stall}"
         self.outcomes: Counter[str] = Counter()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(i % 3 > 0,)) for i in range(clients)]
@@ -59,7 +59,7 @@ class Load:
                 self.outcomes[repr(error)] += 1
 
     def _ask(self, stream: bool) -> str:
-        body = chat(f"{WORDS} delay={self.delay}", stream=stream, temperature=0)
+        body = chat(self.script, stream=stream, temperature=0)
         answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=90, trust_env=False)
         if answer.status_code != 200:
             return f"{answer.status_code} {answer.text[:200]}"
@@ -105,6 +105,19 @@ def test_the_number_of_replicas_follows_the_load_and_fails_no_request(url: str) 
     }  # fmt: skip
     deploy(1, scaling=scaling)
     with Load(url, clients=10, delay=0.3) as load:
+        eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 90)
+    eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 90)
+    assert set(load.outcomes) == {"whole"}
+
+
+@full_only
+def test_late_first_tokens_bring_replicas_that_idle_slots_would_not(url: str) -> None:
+    scaling = {
+        "max_replicas": 3, "target_busy": 1, "target_ttft_s": 0.5, "look_back_s": 3, "upscale_delay_s": 1,
+        "downscale_delay_s": 3,
+    }  # fmt: skip
+    deploy(1, scaling=scaling)
+    with Load(url, clients=6, delay=0.01, stall=1.5) as load:
         eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 90)
     eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 90)
     assert set(load.outcomes) == {"whole"}

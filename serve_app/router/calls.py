@@ -22,10 +22,16 @@ ASK_EVERY_S, ANSWER_WITHIN_S = 1.0, 5.0
 
 
 class Calls:
-    """Replica → its calls. Everything happens on the event loop that it was made on."""
+    """Replica → its calls. Everything happens on `loop`. A watched replica is asked every `ask_every_s`, and given up
+    to `answer_within_s` each time."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ask_every_s: float = ASK_EVERY_S,
+        answer_within_s: float = ANSWER_WITHIN_S,
+    ) -> None:
+        self._loop, self._ask_every_s, self._answer_within_s = loop, ask_every_s, answer_within_s
         self._running: dict[str, set[Any]] = {}
         self._watches: set[asyncio.Task[None]] = set()
 
@@ -61,13 +67,14 @@ class Calls:
     async def _until_ended(self, name: str, replica: RunningReplica) -> None:
         while self.of(name):
             try:
-                await asyncio.wait_for(replica.get_queue_len(deadline_s=ANSWER_WITHIN_S), ANSWER_WITHIN_S)
+                answer = replica.get_queue_len(deadline_s=self._answer_within_s)
+                await asyncio.wait_for(answer, self._answer_within_s)
             except ActorDiedError:
                 self.lost(name)
                 return
             except (RayError, TimeoutError):
                 logger.debug("replica %s does not answer", name)
-            await asyncio.sleep(ASK_EVERY_S)
+            await asyncio.sleep(self._ask_every_s)
 
 
 class NotedReplica(RunningReplica):
