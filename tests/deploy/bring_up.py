@@ -1,8 +1,8 @@
-"""Does what docs/deploy.md tells, on two machines of systemd's own with Redis and a firewall; prints what it saw as JSON.
+"""Does what docs/deploy.md tells, on two machines with systemd, Redis and a firewall; prints what it saw as JSON.
 
 Arguments: a directory that holds `releases/VERSION` (a wheel each), `wheelhouse` (their dependencies), `deploy` (the
-checkout's) and `models` (the laptop model's cache). Run by `test_bring_up` through `machines.isolated`. What cannot be had
-here: a synchronised clock, GPUs, an index of packages.
+checkout's) and `models` (the laptop model's cache). Run by `test_bring_up` through `machines.isolated`. What cannot
+be had here: a synchronised clock, GPUs, an index of packages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(head: Machine, node: Machine) -> dict[str, Any]:
     for name, step in {
         "installed": lambda: [install(machine, OLD) for machine in (head, node)],
         "configured": lambda: configure(head, node),
-        "walled": lambda: [firewall(machine) for machine in (head, node)],
+        "walled": lambda: firewall(head, node),
         "preflight": lambda: {"head": preflight(head, "head")},
         "started": lambda: start(head, node, seen),
         "answers": lambda: {"key": ask(seen["configured"]), "none": ask(""), "version": version()},
@@ -71,7 +71,7 @@ def run(head: Machine, node: Machine) -> dict[str, Any]:
 
 
 def install(machine: Machine, release: str) -> str:
-    """"1. Every node"."""
+    """ "1. Every node"."""
     (wheel,) = (Path(sys.argv[1]) / "releases" / release).glob("*.whl")
     said = machine.run(f"/mnt/deploy/bare-metal/install.sh /mnt/releases/{release}/{wheel.name}", seconds=900,
                        PIP_NO_INDEX="1", PIP_FIND_LINKS="/mnt/wheelhouse", PIP_QUIET="1")  # fmt: skip
@@ -99,10 +99,12 @@ def configure(head: Machine, node: Machine) -> str:
     return key[1]
 
 
-def firewall(machine: Machine) -> None:
+def firewall(*machines: Machine) -> list[str]:
     """The page's own lines."""
-    for line in re.findall(r"^    (nft .*)$", PAGE, re.MULTILINE):
-        machine.run(line)
+    lines = re.findall(r"^    (nft .*)$", PAGE, re.MULTILINE)
+    for machine in machines:
+        machine.run("\n".join(["set -e", *lines]))
+    return lines
 
 
 def preflight(machine: Machine, role: str, config: str = "") -> list[str]:
@@ -114,7 +116,7 @@ def preflight(machine: Machine, role: str, config: str = "") -> list[str]:
 
 
 def start(head: Machine, node: Machine, seen: dict[str, Any]) -> dict[str, Any]:
-    """"4. Check, then start"."""
+    """ "4. Check, then start"."""
     head.run("systemctl enable --now ddtree-ray-head 2>&1")
     until(lambda: get(HEAD, 52365, "/api/local_raylet_healthz", HEAD)[0] == 200, START_S)
     seen["preflight"]["node"] = preflight(node, "worker", "/opt/ddtree/current/deploy/serve/cpu-node.yaml")
@@ -131,9 +133,10 @@ def status(head: Machine) -> str:
     return found[1] if found else said[-2000:]
 
 
-def ask(key: str) -> tuple[int, str]:
-    return get(NODE, 8000, "/v1/chat/completions", BALANCER, "-H", f"Authorization: Bearer {key}",
-               "-H", "Content-Type: application/json", "-d", json.dumps(BODY), "-m", "60")  # fmt: skip
+def ask(key: str, user: str = "") -> tuple[int, str]:
+    headers = ("-H", f"Authorization: Bearer {key}", "-H", "Content-Type: application/json", "-m", "60")
+    body = json.dumps({**BODY, "user": user})
+    return get(NODE, 8000, "/v1/chat/completions", BALANCER, *headers, "-d", body)
 
 
 def version() -> str:
@@ -169,20 +172,27 @@ def head_lost(head: Machine, key: str) -> dict[str, Any]:
 
 
 def reloaded(head: Machine, key: str) -> dict[str, Any]:
-    """"Configuration": changed and changed back, in place."""
-    found = []
-    for wanted, old, new in ((100, "{format: json}", "{format: json}\n      ingress: {max_body_bytes: 100}"),
-                             (10**6, "\n      ingress: {max_body_bytes: 100}", "")):  # fmt: skip
-        text = head.run("cat /etc/ddtree/serve.yaml")
-        assert old in text
-        head.run('printf %s "$TEXT" > /etc/ddtree/serve.yaml', TEXT=text.replace(old, new))
-        head.run("systemctl reload ddtree-serve")
-        found.append(until(lambda wanted=wanted: (ask(key)[0] == 413) == (wanted == 100), START_S))
-    return {"changed": found[0], "changed back": found[1], "status": until(lambda: status(head) == "RUNNING", START_S)}
+    """ "Configuration": a file that is refused, one that is taken, and the first again."""
+    good = head.run("cat /etc/ddtree/serve.yaml")
+    refused = deploy(head, good, 1, lambda: status(head) == "DEPLOY_FAILED")
+    meanwhile = ask(key)[0]
+    changed = deploy(head, good, 1024, lambda: ask(key, "x" * 2000)[0] == 413)
+    back = deploy(head, good, None, lambda: ask(key, "x" * 2000)[0] == 200)
+    return {"refused": refused, "meanwhile": meanwhile, "changed": changed, "changed back": back,
+            "status": until(lambda: status(head) == "RUNNING", START_S)}  # fmt: skip
+
+
+def deploy(head: Machine, good: str, limit: int | None, then: Callable[[], bool]) -> bool:
+    """The file with a limit on bodies, which must be 1024 at least; whether `then` came true."""
+    place = "logging: {format: json}\n"
+    assert place in good
+    text = good if limit is None else good.replace(place, f"{place}      ingress: {{max_body_bytes: {limit}}}\n")
+    head.run('printf %s "$TEXT" > /etc/ddtree/serve.yaml && systemctl reload ddtree-serve', TEXT=text)
+    return until(then, START_S)
 
 
 def switched(head: Machine, node: Machine, release: str, key: str) -> dict[str, Any]:
-    """"The package", in a window."""
+    """ "The package", in a window."""
     if release == NEW:
         for machine in (head, node):
             install(machine, release)
@@ -219,7 +229,9 @@ def get(host: str, port: int, path: str, source: str, *more: str) -> tuple[int, 
     """Status and body, asked from one of this process's addresses; status 0 where nothing answers."""
     origin = [] if source == HEAD else ["--interface", source]
     words = ["curl", "-s", "--noproxy", "*", "-m", "5", *origin, "-w", "\n%{http_code}", *more]
-    done = subprocess.run([*words, f"http://{host}:{port}{path}"], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        [*words, f"http://{host}:{port}{path}"], capture_output=True, text=True, timeout=90, check=False
+    )
     body, _, code = done.stdout.rpartition("\n")
     return int(code or 0), body
 

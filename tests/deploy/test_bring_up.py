@@ -1,4 +1,4 @@
-"""docs/deploy.md done for real: two machines, systemd, Redis, a firewall, an upgrade and its roll-back (`make test-full`)."""
+"""docs/deploy.md done for real: two machines, systemd, Redis, a firewall, an upgrade and its roll-back."""
 
 from __future__ import annotations
 
@@ -103,7 +103,12 @@ def test_the_service_outlives_its_head(seen: dict[str, Any]) -> None:
 
 
 def test_a_configuration_is_changed_in_place_and_back(seen: dict[str, Any]) -> None:
-    assert seen["reloaded"] == {"changed": True, "changed back": True, "status": True}
+    found = seen["reloaded"]
+    assert (found["changed"], found["changed back"], found["status"]) == (True, True, True)
+
+
+def test_a_refused_configuration_leaves_the_old_one_serving(seen: dict[str, Any]) -> None:
+    assert (seen["reloaded"]["refused"], seen["reloaded"]["meanwhile"]) == (True, 200)
 
 
 @pytest.mark.parametrize(("step", "before", "after"), [("upgraded", OLD, NEW), ("rolled_back", NEW, OLD)])

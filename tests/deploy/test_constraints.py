@@ -1,4 +1,4 @@
-"""The pinned set: complete for what is installed from this checkout, plain, and applied where packages are installed."""
+"""The pinned set: complete for what is installed from this checkout, plain, and applied where that is done."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_what_the_project_asks_for_is_pinned_to_what_it_allows(requirement: Requ
 
 @pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile", "deploy/bare-metal/install.sh"])
 def test_it_is_applied(file: str) -> None:
-    installs = [line for line in (ROOT / file).read_text().splitlines() if re.search(r"pip install .*(\.|whl|wheel)", line)]
+    installs = [
+        line for line in (ROOT / file).read_text().splitlines() if re.search(r"pip install .*(\.|whl|wheel)", line)
+    ]
     assert installs and "constraints.txt" in (ROOT / file).read_text()
 
 

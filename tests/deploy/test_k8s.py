@@ -135,8 +135,9 @@ def test_pods_with_local_weights_reach_nothing_outside() -> None:
 @pytest.mark.parametrize(("component", "port"), [("head", 6379), ("engine", None)])
 def test_redis_is_open_to_the_head_alone(component: str, port: int | None) -> None:
     pods = {name: template["metadata"]["labels"] for name, template in templates(overlay("b300")).items()}
-    open_to = [rule for p in of_kind(overlay("b300"), "NetworkPolicy") if selects(p["spec"]["podSelector"], pods[component])
-               for rule in p["spec"].get("egress", ()) for peer in rule["to"]
+    specs = (policy["spec"] for policy in of_kind(overlay("b300"), "NetworkPolicy"))
+    rules = [rule for spec in specs if selects(spec["podSelector"], pods[component]) for rule in spec.get("egress", ())]
+    open_to = [rule for rule in rules for peer in rule["to"]
                if "namespaceSelector" not in peer and selects(peer["podSelector"], pods["redis"])]  # fmt: skip
     assert [entry["port"] for rule in open_to for entry in rule["ports"]] == ([port] if port else [])
 
