@@ -1,8 +1,8 @@
 """`python -m deploy.pins FILE REQUIREMENT…`: write the versions that pip resolves today as a constraints file.
 
 Nothing is installed: pip's resolver runs dry, for this Python and this machine's indexes. Local parts of versions
-(`+cpu`) are left out, so that any build of a release satisfies its pin. What this module does not do: hashes, which differ by
-machine, or markers: a package that only another platform needs is not in the file, and is not held there.
+(`+cpu`) are left out, so that any build of a release satisfies its pin. What this module does not do: hashes,
+which differ by machine, or markers: a package that only another platform needs is not in the file, and not held there.
 """
 
 from __future__ import annotations
