@@ -4,6 +4,8 @@ PORT   ?= 8000
 # The release tested here; any index that offers a CPU build of it saves gigabytes on machines without a GPU:
 # make serve PIP_EXTRA_INDEX_URL=<your CPU index>
 TORCH  ?= torch==2.13.0
+# Versions that the tests passed with; empty takes what pip resolves today: make serve PINS= TORCH=torch==2.12.0
+PINS   ?= -c deploy/constraints.txt
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
@@ -11,10 +13,11 @@ BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 LOAD := $(VENV)/.load
+ASKED := pyproject.toml deploy/constraints.txt
 # The laptop's load: small lengths, few users. LOAD_ARGS adds to it: make load LOAD_ARGS="--shape steps --users 8"
 LOAD_RUN := --scale 0.35 --users 4 --duration 60 --goodput ttft=2.0,tpot=0.25 --out load-report
 
-.PHONY: serve test test-full lint bench load soak setup model dashboards monitor clean
+.PHONY: serve test test-full lint bench load soak setup model dashboards monitor constraints clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -27,14 +30,14 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install -q --upgrade pip
 
 # Torch first and on its own: a later, wider requirement would otherwise replace the build that was chosen here.
-$(BASE): pyproject.toml | $(VENV)/bin/python
+$(BASE): $(ASKED) | $(VENV)/bin/python
 	@echo "Installing PyTorch and the package; some minutes, gigabytes where the index has only CUDA builds."
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q $(PINS) "$(TORCH)"
+	$(BIN)/python -m pip install -q $(PINS) -e .
 	@touch $@
 
-$(DEV): pyproject.toml $(BASE)
-	$(BIN)/python -m pip install -q -e ".[dev]"
+$(DEV): $(ASKED) $(BASE)
+	$(BIN)/python -m pip install -q $(PINS) -e ".[dev]"
 	@touch $@
 
 setup: $(DEV)  ## create the environment with the development tools
@@ -65,8 +68,8 @@ dashboards: $(BASE)  ## write the Grafana dashboards' JSON from their source
 monitor: $(BASE)  ## run a Prometheus against the application on $(PORT)
 	$(BIN)/python -m deploy.monitoring.run --application http://127.0.0.1:$(PORT)
 
-$(LOAD): pyproject.toml $(BASE)
-	$(BIN)/python -m pip install -q -e ".[load]"
+$(LOAD): $(ASKED) $(BASE)
+	$(BIN)/python -m pip install -q $(PINS) -e ".[load]"
 	@touch $@
 
 load: $(LOAD) model  ## load the server on $(PORT), or one started for it; report in load-report/
@@ -74,6 +77,9 @@ load: $(LOAD) model  ## load the server on $(PORT), or one started for it; repor
 
 soak: $(LOAD) model  ## half an hour of load with killed replicas, readers who leave and invalid bodies
 	$(BIN)/python -m load_tests soak $(SOAK_ARGS)
+
+constraints: $(BASE)  ## pin anew what pip resolves today (deploy/constraints.txt); run the tests before you commit it
+	$(BIN)/python -m deploy.pins deploy/constraints.txt "$(TORCH)" ".[dev,gpu]"
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

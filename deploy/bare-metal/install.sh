@@ -2,6 +2,7 @@
 # Installs a release beside the others, as root, on every node: install.sh WHEEL [extra,extra]. Starts nothing and switches
 # nothing: `release.sh VERSION` does. Existing files in /etc/ddtree are kept.
 set -euo pipefail
+umask 022
 
 wheel=${1:?usage: install.sh ddtree_serve-VERSION-py3-none-any.whl [extras, such as gpu,sglang]}
 extras=${2:-gpu}
@@ -20,10 +21,12 @@ fi
 partial=$release.partial
 rm -rf "$partial"
 "${PYTHON:-python3.11}" -m venv "$partial"
-# constraints.txt pins every package of the release; without it, what pip resolves today.
-constraints=()
-if [[ -f $(dirname "$wheel")/constraints.txt ]]; then constraints=(-c "$(dirname "$wheel")/constraints.txt"); fi
-"$partial/bin/python" -m pip install --no-cache-dir "${constraints[@]}" "${wheel}[${extras}]"
+# Pins every package. SGLang wants another torch than the embedded engine's, and so a file of its own, which no checkout has.
+constraints=$here/../constraints.txt
+if [[ ,$extras, == *,sglang,* ]]; then constraints=$here/../constraints-sglang.txt; fi
+pins=()
+if [[ -f $constraints ]]; then pins=(-c "$constraints"); else echo "no $constraints: what pip resolves today" >&2; fi
+"$partial/bin/python" -m pip install --no-cache-dir "${pins[@]}" "${wheel}[${extras}]"
 # Scripts of a virtual environment name its path: move only after rewriting them.
 grep -rlI "$partial" "$partial/bin" | xargs -r sed -i "s#$partial#$release#g"
 mv "$partial" "$release"
@@ -32,6 +35,4 @@ cp -r "$here/../serve" "$here/../sglang" "$here" "$release/deploy/"
 
 [[ -e /etc/ddtree/ray.env ]] || install -m 0640 -g ddtree "$here/ray.env" /etc/ddtree/ray.env
 [[ -e /etc/ddtree/keys.yaml ]] || install -m 0640 -g ddtree /dev/null /etc/ddtree/keys.yaml
-install -m 0644 "$here"/systemd/*.service /etc/systemd/system/
-systemctl daemon-reload
 echo "installed $release"

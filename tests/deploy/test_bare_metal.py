@@ -139,9 +139,14 @@ def test_a_release_is_switched_and_switched_back(tmp_path: Path) -> None:
         binary = tmp_path / "releases" / version / "bin" / "python"
         binary.parent.mkdir(parents=True)
         binary.touch(0o755)
+        unit = tmp_path / "releases" / version / "deploy" / "bare-metal" / "systemd" / "a.service"
+        unit.parent.mkdir(parents=True)
+        unit.write_text(version)
     for version in ("0.1.0", "0.2.0", "0.1.0"):
-        assert run(METAL / "release.sh", version, ROOT=str(tmp_path)).returncode == 0
+        done = run(METAL / "release.sh", version, ROOT=str(tmp_path), UNITS=str(tmp_path))
+        assert done.returncode == 0, done.stderr
         assert os.readlink(tmp_path / "current") == f"releases/{version}"
+        assert (tmp_path / "a.service").read_text() == version
 
 
 def test_a_release_that_is_not_there_changes_nothing(tmp_path: Path) -> None:

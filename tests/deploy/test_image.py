@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 
-import pytest
-
 from tests.conftest import ROOT
 from tests.deploy.configs import DEPLOY
 from tests.deploy.test_bare_metal import tool
 
 DOCKERFILE = DEPLOY / "Dockerfile"
-FINAL = ("cpu", "gpu")
+KINDS = ("cpu", "gpu")
 
 
 def stages() -> dict[str, list[str]]:
@@ -32,23 +30,30 @@ def test_hadolint_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("stage", FINAL)
-def test_it_does_not_run_as_root(stage: str) -> None:
-    users = [line.split()[1] for line in stages()[stage] if line.startswith("USER ")]
+def test_it_does_not_run_as_root() -> None:
+    users = [line.split()[1] for line in stages()["image"] if line.startswith("USER ")]
     assert users[-1] == "10001:10001"
 
 
-@pytest.mark.parametrize("stage", FINAL)
-def test_the_users_number_is_the_pods(stage: str) -> None:
+def test_the_users_number_is_the_pods() -> None:
     manifest = (ROOT / "k8s" / "base" / "rayservice.yaml").read_text()
-    assert "runAsUser: 10001" in manifest and any("--uid 10001" in line for line in stages()[stage])
+    assert "runAsUser: 10001" in manifest and any("--uid 10001" in line for line in stages()["image"])
+
+
+def test_every_kind_has_what_the_image_is_made_from() -> None:
+    assert {f"{kind}-base" for kind in KINDS} <= set(stages())
+    assert stages()["image"][0] == "FROM ${KIND}-base AS image"
+
+
+def test_packages_of_the_cpu_kind_are_pinned() -> None:
+    assert any("-c /constraints.txt" in line for line in stages()["cpu-packages"] if "pip install" in line)
 
 
 def test_base_images_have_versions() -> None:
     for line in DOCKERFILE.read_text().splitlines():
         if line.startswith("FROM "):
             image = line.split()[1]
-            assert image in stages() or re.search(r":\$\{?[A-Z]+|:\d", image), image
+            assert image in (*stages(), "${KIND}-base") or re.search(r":\$\{?[A-Z]+|:\d", image), image
 
 
 def test_what_it_copies_exists_and_is_not_ignored() -> None:

@@ -115,9 +115,45 @@ def test_selectors_find_pods(name: str) -> None:
 
 @each
 def test_every_pod_is_under_a_policy_that_denies(name: str) -> None:
-    (deny,) = (p for p in of_kind(overlay(name), "NetworkPolicy") if "ingress" not in p["spec"])
+    (deny,) = (p for p in of_kind(overlay(name), "NetworkPolicy")
+               if p["spec"]["policyTypes"] == ["Ingress"] and "ingress" not in p["spec"])  # fmt: skip
     for template in templates(overlay(name)).values():
         assert selects(deny["spec"]["podSelector"], template["metadata"]["labels"])
+
+
+def test_pods_with_local_weights_reach_nothing_outside() -> None:
+    """Each rule names pods; the one that leaves the namespace is for DNS."""
+    policies = [p["spec"] for p in of_kind(overlay("b300"), "NetworkPolicy") if p["spec"]["policyTypes"] == ["Egress"]]
+    (deny,) = (spec for spec in policies if "egress" not in spec)
+    assert all(selects(deny["podSelector"], t["metadata"]["labels"]) for t in templates(overlay("b300")).values())
+    rules = [rule for spec in policies for rule in spec.get("egress", ())]
+    assert all("podSelector" in peer for rule in rules for peer in rule["to"])
+    outside = [rule for rule in rules if any("namespaceSelector" in peer for peer in rule["to"])]
+    assert [[port["port"] for port in rule["ports"]] for rule in outside] == [[53, 53]]
+
+
+@pytest.mark.parametrize(("component", "port"), [("head", 6379), ("engine", None)])
+def test_redis_is_open_to_the_head_alone(component: str, port: int | None) -> None:
+    pods = {name: template["metadata"]["labels"] for name, template in templates(overlay("b300")).items()}
+    specs = (policy["spec"] for policy in of_kind(overlay("b300"), "NetworkPolicy"))
+    rules = [rule for spec in specs if selects(spec["podSelector"], pods[component]) for rule in spec.get("egress", ())]
+    open_to = [rule for rule in rules for peer in rule["to"]
+               if "namespaceSelector" not in peer and selects(peer["podSelector"], pods["redis"])]  # fmt: skip
+    assert [entry["port"] for rule in open_to for entry in rule["ports"]] == ([port] if port else [])
+
+
+@each
+def test_drains_of_nodes_take_one_engine_pod_at_a_time(name: str) -> None:
+    """In whole pods that must stay: Kubernetes cannot compute another budget for pods of a RayCluster."""
+    (budget,) = of_kind(overlay(name), "PodDisruptionBudget")
+    assert budget["spec"] == {"minAvailable": engine_pods(name)["replicas"] - 1, "selector": budget["spec"]["selector"]}
+
+
+@each
+def test_the_object_store_leaves_shared_memory_to_the_engines(name: str) -> None:
+    group = engine_pods(name)
+    (shm,) = (volume["emptyDir"] for volume in group["template"]["spec"]["volumes"] if volume["name"] == "shm")
+    assert int(group["rayStartParams"]["object-store-memory"]) <= int(shm["sizeLimit"][:-2]) * 1024**3 / 4
 
 
 @each
@@ -288,5 +324,10 @@ def test_optional_components_render() -> None:
     (route,) = of_kind(objects, "HTTPRoute")
     (back,) = route["spec"]["rules"][0]["backendRefs"]
     assert back["port"] in GENERATED[back["name"]]
-    limits = templates(objects)["engine"]["spec"]["containers"][0]["resources"]["limits"]
+    pods = templates(objects)
+    (gateway,) = of_kind(objects, "Gateway")
+    (policy,) = (p["spec"] for p in of_kind(objects, "NetworkPolicy") if p["metadata"]["name"] == "ddtree-gateway")
+    assert selects(policy["podSelector"], pods["engine"]["metadata"]["labels"])
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"].popitem()[1] == gateway["metadata"]["name"]
+    limits = pods["engine"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["rdma/hca_shared_devices"] == "1"
