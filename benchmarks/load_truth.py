@@ -121,7 +121,7 @@ def main() -> None:
         for users in tqdm(options.users, unit="run", file=sys.stderr):
             rows, run = measured(url, options.requests, users)
             lag = 1e3 * run["client_lag_s"]["p95"]
-            for label, found in ((str(users), errors(rows, run, get_json(f"{url}/truth"))), ("bare", bare(url, 32))):
+            for label, found in ((str(users), errors(rows, run, get_json(f"{url}/truth"))), ("bare", bare(url, 12))):
                 for name, pairs in found.items():
                     report[f"{users}.{label}.{name}"] = show(label, name, pairs, lag)
             sys.stdout.flush()

@@ -116,6 +116,7 @@ def test_no_other_may(url: str) -> None:
 def test_a_page_escapes_what_it_shows() -> None:
     empty: dict[str, object] = dict.fromkeys(
         ("requests", "completed", "abandoned", "failed", "requests_per_s", "output_tok_per_s", "goodput_rate",
+         "prompt_tokens", "output_tokens",
          "output_tok_per_s_per_user", "acceptance", "ttft_s", "tpot_s", "chunk_gap_s", "tokens_per_chunk", "e2e_s",
          "connect_s", "late_s")
     )  # fmt: skip
