@@ -171,10 +171,15 @@ def _whole(base: str, root: int, seconds: float) -> bool:
 
 
 def lives(rounds: list[Round]) -> dict[int, tuple[Sample, Sample]]:
-    """Process id → the process after its first round and after its last."""
+    """Process id → the process after its first full round and after its last. One that came in mid-round, in a killed
+    one's place, had not yet done a round's work: its caches were empty."""
     out: dict[int, tuple[Sample, Sample]] = {}
-    for here in (here for one in rounds for here in one.samples):
-        out[here.pid] = (out.get(here.pid, (here, here))[0], here)
+    there: set[int] | None = None
+    for one in rounds:
+        for here in one.samples:
+            if there is None or here.pid in there:
+                out[here.pid] = (out.get(here.pid, (here, here))[0], here)
+        there = {here.pid for here in one.samples}
     return out
 
 
