@@ -88,7 +88,7 @@ def bare(url: str, requests: int) -> dict[str, list[Pair]]:
     return {"ttft": [(at - told[name]["times"][0], told[name]["times"][0]) for name, at in seen.items()]}
 
 
-def show(users: str, name: str, pairs: list[Pair], lag_ms: float) -> dict[str, float]:
+def show(client: str, name: str, pairs: list[Pair], lag_ms: float) -> dict[str, float]:
     """Prints one row and returns it."""
     sizes = sorted(abs(error) for error, _ in pairs)
     of_time = name != "tok/s"
@@ -100,7 +100,7 @@ def show(users: str, name: str, pairs: list[Pair], lag_ms: float) -> dict[str, f
         "small": sum(abs(error) <= max(least, SMALL_SHARE * truth) for error, truth in pairs) / len(pairs),
         "lag_p95_ms": lag_ms,
     }
-    print(f"{users:>19}{name:>19}" + "".join(f"{number:>19.4f}" for number in row.values()))
+    print(f"{client:>19}{name:>19}" + "".join(f"{number:>19.4f}" for number in row.values()))
     return row
 
 
@@ -114,8 +114,8 @@ def main() -> None:
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-    report: dict[str, Any] = {}
-    head = ("users", "measure", "measured/true", "error p50, ms", "error p95, ms", "small", "client lag p95, ms")
+    report: list[dict[str, Any]] = []
+    head = ("client", "measure", "measured/true", "error p50, ms", "error p95, ms", "small", "client lag p95, ms")
     print("".join(f"{name:>19}" for name in head))
     try:
         for users in tqdm(options.users, unit="run", file=sys.stderr):
