@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from load_tests.report import SCHEMA, flat
+from load_tests.page import flat
+from load_tests.report import SCHEMA
 
 MEASURES = (
     "completed", "failure_rate", "requests_per_s", "output_tok_per_s", "output_tok_per_s_per_user", "goodput_rate",

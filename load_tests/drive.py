@@ -42,14 +42,15 @@ class Result:
 
     @property
     def elapsed_s(self) -> float:
-        """What rates divide by: until the last answer, since all of them count."""
-        return self.drained_s
+        """What rates divide by: from the first request until the last answer, since all of them count."""
+        first = min((outcome.started for outcome in self.recorder.outcomes), default=0.0)
+        return self.drained_s - first
 
     @property
     def mean_users(self) -> float:
         """Requests in flight, averaged over the run (Little's law)."""
         busy = sum(outcome.end_s for outcome in self.recorder.outcomes)
-        return busy / self.drained_s if self.drained_s else 0.0
+        return busy / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
 def run(
@@ -137,4 +138,4 @@ def _scraper(base: str, result: Result, load: Load, every_s: float) -> None:
 def _whole(base: str, result: Result) -> dict[str, Any]:
     """The server's change over the whole run; empty where it has no /metrics."""
     first, last = result.server.get("first"), _page(base)
-    return scrape.change(first, last, result.drained_s) if first and last else {}
+    return scrape.change(first, last, result.elapsed_s) if first and last else {}

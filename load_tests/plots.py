@@ -15,6 +15,7 @@ matplotlib.use("svg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from load_tests.summary import percentile
 from load_tests.timeline import Outcome
@@ -63,6 +64,10 @@ def _percentiles(left: Axes, right: Axes, done: Sequence[Outcome]) -> None:
                 axis.plot(shares, [percentile(ordered, q) for q in shares], label=name)
         axis.set_ylabel("ms")
         axis.set_yscale("log")
+        # Less than two decades would else be labelled 3 × 10¹, or not at all.
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
 
 
 def _over_time(left: Axes, right: Axes, done: Sequence[Outcome], report: Mapping[str, Any]) -> None:
@@ -99,7 +104,7 @@ def _server(left: Axes, right: Axes, series: Sequence[Mapping[str, Any]], done: 
     seen = [(o.started + o.end_s, o.tokens_per_frame) for o in done if o.tokens_per_frame is not None]
     left.scatter([t for t, _ in seen], [v for _, v in seen], s=6, alpha=0.4, label="tokens per chunk, client")
     values = [row["acceptance"] for row in series]
-    left.plot(times, [v if v is not None else float("nan") for v in values], label="acceptance, server")
+    left.plot(times, [v if v is not None else float("nan") for v in values], label="acceptance, server", color="C1")
     reasons = sorted({reason for row in series for reason in row["fallbacks"]})
     for reason in reasons:
         right.plot(times, [row["fallbacks"].get(reason, 0) for row in series], label=f"fallbacks {reason}")

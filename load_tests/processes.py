@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,5 +64,13 @@ def _role(command: str) -> str:
 
 
 def engines(root: int) -> list[int]:
-    """Process ids of the engine replicas below `root`."""
-    return [one.pid for one in sample(root) if one.role == "engine"]
+    """Process ids of the engine replicas below `root`, the oldest first."""
+    return sorted((one.pid for one in sample(root) if one.role == "engine"), key=_started)
+
+
+def _started(pid: int) -> int:
+    """Clock ticks since boot; process ids may wrap around."""
+    try:
+        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return sys.maxsize  # it ended meanwhile

@@ -24,7 +24,11 @@ class Recorder:
     client_lags: list[float] = field(default_factory=list)
 
     def now(self) -> float:
-        return time.perf_counter() - self.started
+        return self.at(time.perf_counter())
+
+    def at(self, moment: float) -> float:
+        """A moment of `time.perf_counter` on the run's clock."""
+        return moment - self.started
 
     def opened(self) -> None:
         self.sent += 1

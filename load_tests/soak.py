@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ ENV = {
 
 @dataclass
 class Round:
+    """What was done and found. `clients`, `server`: their `Books`; a killed engine's counts died with it."""
+
     kind: str
     requests: int = 0
     failures: dict[str, int] = field(default_factory=dict)
@@ -51,6 +54,8 @@ class Round:
     killed: int | None = None
     recovered_s: float | None = None
     series: int = 0
+    clients: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
@@ -98,35 +103,41 @@ def _round(kind: str, base: str, root: int, model: str, round_s: float, users: i
     gevent.joinall(helpers)
     outcomes = result.recorder.outcomes
     done.requests, done.invalid = len(outcomes), vandal.got.total()
-    for outcome in outcomes:
-        if outcome.failure is not None:
-            done.failures[outcome.failure] = done.failures.get(outcome.failure, 0) + 1
+    done.failures = dict(Counter(outcome.failure for outcome in outcomes if outcome.failure is not None))
     excused = EXCUSED if kind == "deadly" else ()
     done.problems += [f"{n} × {what}" for what, n in done.failures.items() if not what.endswith(excused or "\0")]
     done.problems += vandal.wrong
+    _audit(done, before, books.of_clients(outcomes, vandal.got), base, root)
+    return done
+
+
+def _audit(done: Round, before: scrape.Page, clients: books.Books, base: str, root: int) -> None:
+    """Once the stack is whole again: what still is held, what does not agree, and how large it all is."""
     since = time.monotonic()
     if not _whole(base, root, RECOVER_S):
         done.problems.append(f"not whole again within {RECOVER_S:g} s")
     if done.killed is not None:
         done.recovered_s = time.monotonic() - since
-    clients = books.of_clients(outcomes, vandal.got)
-    calm = {"engines": done.killed is None, "tokens": kind == "calm"}
+    done.clients = asdict(clients)
 
     def compare() -> list[str]:
         page = _page(base)
-        return books.disagreements(clients, books.of_server(before, page), **calm) + books.still_held(page)
+        server = books.of_server(before, page)
+        done.server = asdict(server)
+        apart = books.disagreements(clients, server, engines=done.killed is None, tokens=done.kind == "calm")
+        return apart + books.still_held(page)
 
     done.problems += _until_none(compare, SETTLE_S)
     done.series = _series(base)
     done.samples = [one for one in sample(root) if one.role in SERVE_ROLES]
-    return done
 
 
 def _strike(root: int, done: Round) -> None:
+    """Kills the youngest replica: the other lives through the whole soak, and shows what grows."""
     victims = engines(root)
     if victims:
-        done.killed = victims[0]
-        kill(victims[0])
+        done.killed = victims[-1]
+        kill(victims[-1])
 
 
 def _until_none(find: Callable[[], list[str]], seconds: float) -> list[str]:
@@ -159,17 +170,23 @@ def _whole(base: str, root: int, seconds: float) -> bool:
     return not _until_none(missing, seconds)
 
 
+def lives(rounds: list[Round]) -> dict[int, tuple[Sample, Sample]]:
+    """Process id → the process after its first full round and after its last. One that came in mid-round, in a killed
+    one's place, had not yet done a round's work: its caches were empty."""
+    out: dict[int, tuple[Sample, Sample]] = {}
+    there: set[int] | None = None
+    for one in rounds:
+        for here in one.samples:
+            if there is None or here.pid in there:
+                out[here.pid] = (out.get(here.pid, (here, here))[0], here)
+        there = {here.pid for here in one.samples}
+    return out
+
+
 def growth(rounds: list[Round]) -> list[str]:
     """What grew from a process's first full round to its last, and series from the first cycle to the end."""
     found: list[str] = []
-    first: dict[int, Sample] = {}
-    last: dict[int, Sample] = {}
-    for one in rounds:
-        for here in one.samples:
-            first.setdefault(here.pid, here)
-            last[here.pid] = here
-    for pid, end in last.items():
-        begin = first[pid]
+    for pid, (begin, end) in lives(rounds).items():
         if end.fds > begin.fds + FD_ROOM:
             found.append(f"{end.role} {pid}: file descriptors from {begin.fds} to {end.fds}")
         if end.rss_kib > begin.rss_kib * RSS_ROOM_RATIO + RSS_ROOM_KIB:
@@ -187,4 +204,11 @@ def _say(rounds: list[Round], found: list[str]) -> None:
         fds = sum(here.fds for here in one.samples)
         print(f"{number:>3} {one.kind:<7}{state} series {one.series} memory {rss} MiB fds {fds}", end="")
         print("" if one.recovered_s is None else f" whole again {one.recovered_s:.0f} s after the round")
+    print(f"{sum(one.requests for one in rounds)} requests, {sum(one.invalid for one in rounds)} invalid bodies, "
+          f"{sum(one.killed is not None for one in rounds)} replicas killed")  # fmt: skip
+    alive = {here.pid for here in rounds[-1].samples}
+    for pid, (begin, end) in lives(rounds).items():
+        if pid in alive:
+            memory = f"memory {begin.rss_kib // 1024} → {end.rss_kib // 1024} MiB"
+            print(f"{end.role:<16}{memory}, descriptors {begin.fds} → {end.fds}")
     print("\n".join(f"PROBLEM {problem}" for problem in found) or "no problems")

@@ -70,6 +70,7 @@ def summarise(outcomes: Sequence[Outcome], elapsed_s: float, users: float, goodp
         "chunk_gap_s": spread(gap for o in streams for gap in o.gaps),
         "tokens_per_chunk": spread(o.tokens_per_frame for o in streams),
         "e2e_s": spread(o.end_s for o in done),
+        "connect_s": spread(o.connect_s for o in outcomes),
         "late_s": spread(o.late_s for o in outcomes),
     }
 

@@ -22,6 +22,7 @@ class Outcome:
     Attributes:
         workload: its class of work. users: the load when it began (users, or requests in flight of an open loop).
         late_s: how long after its planned time it was sent (open loop).
+        connect_s: making a connection for it before that; None where one was there.
         status: of HTTP; 0 without an answer. request_id: the server's.
         failure: why it counts as failed, None for success. abandoned: the client left on purpose.
         ttft_s: until the first content or reasoning. last_s: until the last choice frame. end_s: until the last byte.
@@ -33,6 +34,7 @@ class Outcome:
     started: float
     users: int = 0
     late_s: float = 0.0
+    connect_s: float | None = None
     status: int = 0
     request_id: str = ""
     stream: bool = True

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from load_tests import compare, scrape, slo
-from load_tests.report import SCHEMA, flat, render
+from load_tests.page import flat, render
+from load_tests.report import SCHEMA
 from load_tests.target import TargetError, check_loopback
 
 SUMMARY = {"failure_rate": 0.0, "completed": 3, "ttft_s": {"p95": 1.5}, "tpot_s": None}
@@ -115,12 +116,14 @@ def test_no_other_may(url: str) -> None:
 def test_a_page_escapes_what_it_shows() -> None:
     empty: dict[str, object] = dict.fromkeys(
         ("requests", "completed", "abandoned", "failed", "requests_per_s", "output_tok_per_s", "goodput_rate",
+         "prompt_tokens", "output_tokens",
          "output_tok_per_s_per_user", "acceptance", "ttft_s", "tpot_s", "chunk_gap_s", "tokens_per_chunk", "e2e_s",
-         "late_s")
+         "connect_s", "late_s")
     )  # fmt: skip
     page = render(
         {"summary": {**empty, "elapsed_s": 1.0, "failures": {"<b>": 1}}, "workloads": {}, "levels": [], "slo": [],
-         "server": {}, "started": "", "config": {"shape": {"kind": "constant"}}, "facts": {"version": 1, "commit": 1}},
+         "server": {}, "started": "", "client_lag_s": None, "facts": {"version": 1, "commit": 1},
+         "config": {"shape": {"kind": "constant", "users": 1, "rate": 1.0}}},
         {},
     )  # fmt: skip
     assert "<b>" not in page and "&lt;b&gt;" in page

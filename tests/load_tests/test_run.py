@@ -86,7 +86,7 @@ def test_measured_counts_and_times_are_the_servers(truth: Callable[..., str], ru
     # Nothing is read before it was sent; how long after is a benchmark's business.
     for row in rows:
         times = told[row["request_id"]]["times"]
-        assert times[0] <= float(row["ttft_s"])
+        assert times[0] <= float(row["ttft_s"]) + 1e-3
         assert times[-1] <= float(row["ttft_s"]) + float(row["tpot_s"]) * 21 + 1e-3
 
 

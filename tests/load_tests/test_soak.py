@@ -81,6 +81,13 @@ def test_what_stays_is_no_growth_and_a_new_process_starts_afresh() -> None:
     assert growth(rounds(*steady)) == []
 
 
+def test_a_process_that_came_in_mid_round_is_measured_from_its_first_full_one() -> None:
+    old, young, full = Sample(1, "engine", 1000, 50), Sample(2, "engine", 1000, 50), Sample(2, "engine", 500_000, 50)
+    later = Sample(2, "engine", 900_000, 50)
+    assert growth(rounds(old, young, full)) == []
+    assert "memory" in growth(rounds(old, young, full, later))[0]
+
+
 def test_growth_is_named() -> None:
     grown = rounds(Sample(1, "engine", 1000, 50), Sample(1, "engine", 500_000, 51 + FD_ROOM))
     assert [line.split(": ")[1].split(" from")[0] for line in growth(grown)] == ["file descriptors", "memory"]

@@ -3,16 +3,21 @@
     python -m tests.load_tests.truth --port 0 --script ok,cut
 
 The n-th request is answered by the n-th word of the script, cyclically. It is written on plain sockets, because a
-framework would decide for itself how an answer ends. `GET /truth` tells what was sent when, by request id.
+framework would decide for itself how an answer ends, and hide when a request arrived. `GET /truth` tells by request id
+what was sent when, in seconds after the request arrived; that, on the machine's monotonic clock.
 """
 
 import argparse
 import asyncio
 import json
+import socket
+import struct
+import sys
 import time
 from contextlib import suppress
 
 WORDS = ("ok", "cut", "no_done", "no_usage", "empty", "error_frame", "refuse", "garbage", "hang", "not_json")
+SO_TIMESTAMPNS = 35 if sys.platform == "linux" else None
 ENVELOPE = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "truth"}
 
 
@@ -27,86 +32,110 @@ class Truth:
     def tokens(self):
         return 1 + (self.chunks - 1) * self.per_chunk
 
-    async def serve(self, reader, writer):
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            while await self._one(reader, writer):
+    async def serve(self, sock):
+        sock.setblocking(False)
+        with sock, suppress(ConnectionError):
+            while await self._one(sock):
                 pass
-        writer.close()
 
-    async def _one(self, reader, writer):
+    async def _one(self, sock):
         """Answers one request; False when the connection is not to be used again."""
-        line = await reader.readline()
-        if not line:
-            return False
-        length = 0
-        while (header := await reader.readline()) not in (b"\r\n", b""):
-            name, _, value = header.partition(b":")
-            length = int(value) if name.lower() == b"content-length" else length
-        arrived = time.perf_counter()
-        body = await reader.readexactly(length)
-        path = line.split()[1].decode()
+        got = b""
+        while b"\r\n\r\n" not in got:
+            data, arrived = await receive(sock)
+            if not data:
+                return False
+            got += data
+        head, _, body = got.partition(b"\r\n\r\n")
+        fields = dict(line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:])
+        while len(body) < int(fields.get(b"content-length", 0)):
+            data, arrived = await receive(sock)
+            if not data:
+                return False
+            body += data
+        path = head.split()[1].decode()
         if path == "/v1/chat/completions":
-            return await self._chat(json.loads(body), writer, arrived)
+            return await self._chat(json.loads(body), sock, arrived)
         pages = {"/v1/models": {"data": [{"id": "truth"}]}, "/version": {"version": "truth"}, "/truth": self.told}
-        self._whole(writer, 200 if path in pages else 404, json.dumps(pages.get(path, {})).encode())
+        await self._whole(sock, 200 if path in pages else 404, json.dumps(pages.get(path, {})).encode())
         return True
 
-    def _whole(self, writer, status, body):
+    async def _whole(self, sock, status, body):
         head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        writer.write(f"{head}\r\n".encode() + body)
+        await send(sock, f"{head}\r\n".encode() + body)
 
-    async def _chat(self, asked, writer, arrived):
+    async def _chat(self, asked, sock, arrived):
         word = self.script[self.count % len(self.script)]
         name = f"truth-{self.count}"
         self.count += 1
         if word == "refuse":
-            self._whole(writer, 503, json.dumps({"error": {"message": "no", "code": "overloaded"}}).encode())
+            await self._whole(sock, 503, json.dumps({"error": {"message": "no", "code": "overloaded"}}).encode())
             return True
         usage = {"prompt_tokens": 7, "completion_tokens": self.tokens}
         if not asked.get("stream"):
             await asyncio.sleep(self.ttft_s + self.gap_s * (self.chunks - 1))
             answer = {"choices": [{"message": {"content": "w" * (word != "empty")}}]}
             answer |= {} if word == "no_usage" else {"usage": usage}
-            self._whole(writer, 200, b"{" if word == "not_json" else json.dumps(answer).encode())
+            await self._whole(sock, 200, b"{" if word == "not_json" else json.dumps(answer).encode())
             return True
         head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: {name}\r\n"
-        writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
-        times = await self._chunks(word, writer, arrived)
-        self.told[name] = {"word": word, "times": times, "tokens": self.tokens}
+        await send(sock, f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+        times = await self._chunks(word, sock, arrived)
+        self.told[name] = {"word": word, "arrived": arrived, "times": times, "tokens": self.tokens}
         if word == "hang":
             await asyncio.sleep(3600)
         if word == "cut":
             return False
         if word == "error_frame":
-            self._event(writer, {"error": {"message": "broke", "code": "engine_error"}})
+            await send(sock, event({"error": {"message": "broke", "code": "engine_error"}}))
         elif word != "no_usage":
-            self._event(writer, {**ENVELOPE, "choices": [], "usage": usage})
+            await send(sock, event({**ENVELOPE, "choices": [], "usage": usage}))
         if word != "no_done":
-            self._send(writer, b"data: [DONE]\n\n")
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
+            await send(sock, chunk(b"data: [DONE]\n\n"))
+        await send(sock, b"0\r\n\r\n")
         return True
 
-    async def _chunks(self, word, writer, arrived):
+    async def _chunks(self, word, sock, arrived):
         times = []
+        choice = {"index": 0, "delta": {"content": "" if word == "empty" else "w "}, "finish_reason": None}
+        data = event({**ENVELOPE, "choices": [choice]})
         for number in range(self.chunks // 2 if word in ("cut", "hang", "error_frame") else self.chunks):
             due = arrived + self.ttft_s + number * self.gap_s
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            self._send(writer, b": ping\n\n")
-            times.append(time.perf_counter() - arrived)
+            await send(sock, chunk(b": ping\n\n"))
             if word == "garbage" and number == 1:
-                self._send(writer, b"data: {no json\n\n")
-            text = "" if word == "empty" else "w "
-            choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
-            self._event(writer, {**ENVELOPE, "choices": [choice]})
-            await writer.drain()
+                await send(sock, chunk(b"data: {no json\n\n"))
+            times.append(time.perf_counter() - arrived)
+            await send(sock, data)
         return times
 
-    def _event(self, writer, event):
-        self._send(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
 
-    def _send(self, writer, data):
-        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+def event(fields):
+    return chunk(b"data: " + json.dumps(fields).encode() + b"\n\n")
+
+
+def chunk(data):
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+async def send(sock, data):
+    await asyncio.get_running_loop().sock_sendall(sock, data)
+
+
+async def receive(sock):
+    """What is there, and when the kernel got it; when it was read, on systems that do not tell."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
+    data, ancillary, _, _ = sock.recvmsg(65536, 64)
+    # The closest of some pairs: what runs in between would count as the request's.
+    pairs = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(3)]
+    now, wall, _ = min(pairs, key=lambda pair: pair[2] - pair[0])
+    stamps = [struct.unpack("@ll", told[:16]) for _, kind, told in ancillary if kind == SO_TIMESTAMPNS]
+    return data, min(now, now - wall + stamps[0][0] + 1e-9 * stamps[0][1]) if stamps else now
 
 
 async def main():
@@ -121,9 +150,18 @@ async def main():
     script = options.script.split(",")
     assert set(script) <= set(WORDS)
     truth = Truth(script, options.ttft, options.gap, options.chunks, options.per_chunk)
-    server = await asyncio.start_server(truth.serve, "127.0.0.1", options.port)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+    with socket.create_server(("127.0.0.1", options.port), backlog=512) as door:
+        door.setblocking(False)
+        print(door.getsockname()[1], flush=True)
+        tasks = set()
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(door)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if SO_TIMESTAMPNS is not None:
+                sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+            task = asyncio.create_task(truth.serve(sock))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
 
 if __name__ == "__main__":
