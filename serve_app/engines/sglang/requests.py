@@ -12,7 +12,7 @@ from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.errors import Unsupported
 
 _TOP_K_OFF = -1
-_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0}
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Offer:
 def refuse(request: GenerateRequest, offer: Offer) -> None:
     """Raises Unsupported, naming the field, for what would be ignored, refused later, or done differently."""
     params = request.sampling
+    if params.repetition_penalty != 1:
+        # SGLang's counts the answer alone; what the field means counts the prompt too.
+        raise Unsupported("repetition_penalty is not offered by this engine", param="repetition_penalty")
     penalties = [name for name, neutral in _PENALTIES.items() if getattr(params, name) != neutral]
     if offer.algorithm == "DDTREE":
         # They would need one state per path of the tree.
