@@ -56,7 +56,9 @@ def load(target: str, drafter: str) -> Any:
     initialize_model_parallel(backend="gloo")
     torch.set_default_dtype(torch.float32)
     model = DFlashDraftModel(get_config(drafter, trust_remote_code=False))
-    model.load_weights(safetensors_weights_iterator([str(file) for file in sorted(Path(drafter).glob("*.safetensors"))]))
+    model.load_weights(
+        safetensors_weights_iterator([str(file) for file in sorted(Path(drafter).glob("*.safetensors"))])
+    )
     for layer in model.layers:
         own = layer.self_attn
         own.attn = PlainAttention(own.num_heads, own.num_kv_heads, own.head_dim)

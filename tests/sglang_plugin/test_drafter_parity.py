@@ -70,7 +70,9 @@ def test_hidden_states_and_draft_logits_are_sglangs(tmp_path: Path) -> None:
     command[3:5] = [str(tmp_path / name) for name in command[3:5]]
     kernels = ROOT / "tests" / "engines" / "sglang" / "cpu_kernels"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(kernels)))}
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
     worst = {"hidden": 0.0, "logits": 0.0, "hidden_abs": 0.0, "logits_abs": 0.0}

@@ -57,7 +57,8 @@ class Choice:
         used, text, ending = self._text.push(tokens)
         if ending is None and finish is not None:
             text += self._text.finish()
-            ending = Ending(_REASONS.get(finish["type"], "stop"), finish.get("matched"))
+            # The end of a grammar names the last token as its stop; it is part of the answer.
+            ending = Ending(_REASONS.get(finish["type"], "stop"))
         if not used and ending is None:
             return None
         self.over = ending is not None

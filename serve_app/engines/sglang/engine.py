@@ -3,8 +3,8 @@
 Prompts are rendered and token ids made into text here, with the embedded engine's own code; SGLang is given token ids
 and answers with token ids. Choices are requests of their own, which share their prompt in SGLang's prefix cache.
 
-What this module does not do: start or watch processes (`host`); parse tool calls or reasoning, or constrain output to a
-grammar: the API refuses those fields.
+What this module does not do: start or watch processes (`host`), or parse tool calls and reasoning: the API refuses
+those fields.
 """
 
 from __future__ import annotations
@@ -238,6 +238,7 @@ class SglangEngine:
             parts.vocab,
             self._created,
             continues="seeded" if parts.offer.seeds else "greedy",
+            grammars=parts.offer.grammars,
         )
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:

@@ -77,7 +77,11 @@ def parts_of(manager: Any, info: dict[str, Any]) -> Parts:
         longest_prompt=int(info["max_req_input_len"]) - 1,
         kv_tokens=kv_tokens,
         end_tokens=_end_tokens(tokenizer, model),
-        offer=Offer(arguments.speculative_algorithm, bool(arguments.enable_deterministic_inference)),
+        offer=Offer(
+            arguments.speculative_algorithm,
+            seeds=bool(arguments.enable_deterministic_inference),
+            grammars=arguments.grammar_backend not in (None, "none"),
+        ),
     )
 
 

@@ -21,11 +21,12 @@ class Offer:
 
     Attributes:
         algorithm: DDTREE, DFLASH, or None. seeds: it samples as a function of seed and position
-            (`enable_deterministic_inference`).
+            (`enable_deterministic_inference`). grammars: it has a grammar backend.
     """
 
     algorithm: str | None
     seeds: bool
+    grammars: bool = False
 
 
 def refuse(request: GenerateRequest, offer: Offer) -> None:
@@ -50,8 +51,11 @@ def refuse(request: GenerateRequest, offer: Offer) -> None:
     if params.logprobs is not None and (penalties or params.logit_bias):
         # SGLang reports them after bias and penalties.
         raise Unsupported("logprobs cannot be combined with logit_bias or penalties", param="logprobs")
-    if request.emitted and penalties:
-        raise Unsupported("an answer with penalties cannot be continued", param=penalties[0])
+    if params.json_schema is not None and not offer.grammars:
+        raise Unsupported("this engine has no grammar backend", param="response_format")
+    if request.emitted and (penalties or params.json_schema is not None):
+        # Neither knows what another engine emitted.
+        raise Unsupported("an answer with penalties or a grammar cannot be continued", param="emitted")
 
 
 def sampling_params(params: SamplingParams, max_new_tokens: int, seed: int | None) -> dict[str, Any]:
@@ -74,6 +78,8 @@ def sampling_params(params: SamplingParams, max_new_tokens: int, seed: int | Non
     if params.stop and not params.min_tokens:
         # The text ends by our own reading anyway; SGLang's saves it the steps after.
         asked["stop"] = list(params.stop)
+    if params.json_schema is not None:
+        asked["json_schema"] = params.json_schema
     if params.logit_bias:
         asked["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
     if seed is not None:

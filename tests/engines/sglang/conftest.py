@@ -24,7 +24,7 @@ from tests.engines.local.conftest import write_model
 KERNELS = Path(__file__).parent / "cpu_kernels"
 ON_A_CPU = {
     "sampling_backend": "pytorch",
-    "grammar_backend": "none",
+    "grammar_backend": "xgrammar",
     "disable_overlap_schedule": True,
     "max_total_tokens": 4096,
 }

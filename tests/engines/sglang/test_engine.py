@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,20 @@ async def test_a_continued_answer_is_the_undisturbed_one(engine: SglangEngine, c
     rest = await ask(engine, wanted)
     assert rest.tokens == whole.tokens[cut:]
     assert (rest.usage.prompt_tokens, rest.usage.completion_tokens) == (5, 24)
+
+
+async def test_an_answer_follows_its_json_schema(engine: SglangEngine) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    wanted = request(json_schema=json.dumps(schema), temperature=1.0, max_tokens=100)
+    answer = await ask(engine, wanted)
+    assert json.loads(answer.text)["n"] in (1, 2)
+    assert (answer.last.finish_reason, answer.last.stop_reason) == ("stop", None)
+
+
+async def test_a_wrong_json_schema_is_refused(engine: SglangEngine) -> None:
+    with pytest.raises(InvalidRequest):
+        await ask(engine, request(json_schema='{"type": "no type"}'))
+    await idle(engine)
 
 
 async def test_a_repeated_prompt_is_cached(engine: SglangEngine) -> None:

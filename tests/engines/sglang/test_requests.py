@@ -10,6 +10,7 @@ from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.engines.sglang.requests import Offer, generation, refuse, sampling_params
 from serve_app.errors import Unsupported
 
+GRAMMAR = Offer("DDTREE", False, grammars=True)
 PLAIN, TREE, CHAIN = Offer(None, False), Offer("DDTREE", False), Offer("DFLASH", False)
 
 
@@ -27,7 +28,9 @@ def wanted(emitted: tuple[int, ...] = (), **sampling: Any) -> GenerateRequest:
         (PLAIN, {"repetition_penalty": 1.1}, "repetition_penalty"),
         (PLAIN, {"seed": 3}, "seed"),
         (PLAIN, {"logprobs": 1, "logit_bias": {3: 1.0}}, "logprobs"),
-        (PLAIN, {"presence_penalty": 0.5, "emitted": (4,)}, "presence_penalty"),
+        (PLAIN, {"presence_penalty": 0.5, "emitted": (4,)}, "emitted"),
+        (PLAIN, {"json_schema": "{}"}, "response_format"),
+        (GRAMMAR, {"json_schema": "{}", "emitted": (4,)}, "emitted"),
     ],
 )
 def test_what_cannot_be_done_is_refused(offer: Offer, sampling: dict[str, Any], param: str) -> None:
@@ -44,6 +47,7 @@ def test_what_cannot_be_done_is_refused(offer: Offer, sampling: dict[str, Any], 
         (PLAIN, {"frequency_penalty": 1.0, "min_tokens": 3}),
         (PLAIN, {"seed": 3, "temperature": 0}),
         (Offer("DDTREE", True), {"seed": 3}),
+        (GRAMMAR, {"json_schema": "{}"}),
     ],
 )
 def test_what_can_be_done_is_not(offer: Offer, sampling: dict[str, Any]) -> None:
@@ -71,6 +75,6 @@ def test_sglang_knows_every_field() -> None:
     structs = pytest.importorskip("sglang.srt.managers.io_struct", reason="SGLang is not installed")
     from sglang.srt.sampling.sampling_params import SamplingParams as Theirs
 
-    asked = sampling_params(SamplingParams(stop=("a",), logit_bias={1: 1.0}), 9, 7)
+    asked = sampling_params(SamplingParams(stop=("a",), logit_bias={1: 1.0}, json_schema="{}"), 9, 7)
     assert set(asked) <= set(Theirs.__struct_fields__)
     assert set(generation("r", [1], asked, 2)) | {"log_metrics"} <= set(structs.GenerateReqInput.__dataclass_fields__)
