@@ -102,9 +102,7 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     ],
 )
 def test_a_response_format_is_the_engines_json_schema(wanted: dict[str, Any], schema: str | None) -> None:
-    wire = validate(
-        ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}], "response_format": wanted}
-    )
+    wire = validate(ChatRequest, {"model": "m", "messages": [USER], "response_format": wanted})
     job = chat_job(wire, replace(INFO, grammars=True), max_choices=4, max_messages=4)
     assert job.requests[0].sampling.json_schema == schema
 

@@ -2,8 +2,8 @@
 
     python -m tests.sglang_plugin.draft_model CASES.pt RESULT.pt TARGET DRAFTER
 
-The model class, its weight loader, norms, projections, rotary embedding and the projections of the context are SGLang's.
-Its attention needs a KV pool and a backend; here a plain softmax over context and block stands in for them.
+The model class, its weight loader, norms, projections, rotary embedding and the context's projections are SGLang's. Its
+attention needs a KV pool and a backend; here a plain softmax over context and block stands in for them.
 
 What this module does not do: compare (`test_drafter_parity` does), or run SGLang's scheduler.
 """

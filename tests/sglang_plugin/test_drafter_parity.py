@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 CPU, CAPACITY = torch.device("cpu"), 256
-TEXT = "List three facts about binary search, then write it in Python.\ndef search(items, wanted):\n    low, high = 0, len("
+TEXT = "List three facts about binary search, then write it.\ndef search(items, wanted):\n    low, high = 0, len("
 # Tokens of context; the block stands behind them.
 CONTEXTS = (1, 2, 7, 16, 25, 33)
 
