@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -27,14 +28,14 @@ from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.limits import bounded_tokens, check_sampling
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.sglang.arguments import environment
-from serve_app.engines.sglang.choice import Choice
+from serve_app.engines.sglang.choice import Choice, refusal
 from serve_app.engines.sglang.exposition import OwnSeries
 from serve_app.engines.sglang.host import Host
 from serve_app.engines.sglang.loading import Parts, parts_of, prepare
 from serve_app.engines.sglang.requests import generation, refuse, sampling_params
 from serve_app.engines.sglang.submission import Submission
 from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
-from serve_app.metrics import LoadMetrics
+from serve_app.metrics import OUTCOMES, LoadMetrics
 
 logger = logging.getLogger(__name__)
 # The second token needs a decode step, or one of draft and verification.
@@ -137,6 +138,7 @@ class SglangEngine:
             )
         submission = Submission(asyncio.get_running_loop(), request.sampling.n)
         self._admit(request.request_id, submission)
+        outcome = "abort"  # of the choices that the reader leaves
         try:
             for index in range(request.sampling.n):
                 choice, asked = _choice(parts, request, index, prompt, max_tokens)
@@ -144,7 +146,12 @@ class SglangEngine:
             async for chunk in submission.chunks():
                 self._count(chunk)
                 yield chunk
+        except ServeError as error:
+            outcome = "error" if isinstance(error, (EngineFailed, NotReady)) else "refused"
+            raise
         finally:
+            for _ in range(submission.open):
+                self._ended(outcome)
             if self._submissions.get(request.request_id) is submission:
                 del self._submissions[request.request_id]
             submission.leave()
@@ -175,16 +182,19 @@ class SglangEngine:
         except ServeError as error:
             submission.send(error)
         except ValueError as error:
-            if not choice.over:  # an abort before the scheduler had it is one, too
-                submission.send(InvalidRequest(f"SGLang refused the request: {str(error)[:300]}"))
-        if not choice.over:
-            submission.send(choice.aborted())
+            if not choice.over:  # else it is how an abort ends that came before the scheduler had the request
+                choice.over = True
+                submission.send(refusal(HTTPStatus.BAD_REQUEST, str(error)))
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.token_ids:
             self._last_token = time.monotonic()
-        if chunk.finish_reason is not None and self._metrics is not None:
-            self._metrics.ended("abort" if chunk.finish_reason == "abort" else chunk.finish_reason)
+        if chunk.finish_reason is not None:
+            self._ended(chunk.finish_reason)
+
+    def _ended(self, outcome: str) -> None:
+        if self._metrics is not None and outcome in OUTCOMES:
+            self._metrics.ended(outcome)
 
     async def abort(self, request_id: str) -> bool:
         submission = self._submissions.get(request_id)

@@ -24,7 +24,7 @@ from tests.engines.local.conftest import write_model
 KERNELS = Path(__file__).parent / "cpu_kernels"
 ON_A_CPU = {
     "sampling_backend": "pytorch",
-    "grammar_backend": "xgrammar",
+    "grammar_backend": "llguidance",
     "disable_overlap_schedule": True,
     "max_total_tokens": 4096,
 }
@@ -72,16 +72,16 @@ def sglang_on_cpu() -> Iterator[None]:
     sys.path.remove(str(KERNELS))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def registry() -> CollectorRegistry:
     made = CollectorRegistry()
     made.register(EngineFiles())
     return made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(sglang_on_cpu: None, make_config: Callable[..., Config], registry: CollectorRegistry) -> Iterator[Any]:
-    """One for all tests that leave it as it was: starting takes half a minute."""
+    """One for all tests of a file that leave it as it was: starting takes half a minute. One process has one."""
     made = SglangEngine(make_config(), registry, health_timeout_s=120)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

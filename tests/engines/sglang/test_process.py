@@ -26,8 +26,10 @@ def elsewhere():
         os.kill(os.getpid(), signal.SIGQUIT)
         print("alive", flush=True)
 
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # whatever was inherited
 thread = threading.Thread(target=elsewhere)
-thread.start(); thread.join()
+thread.start()
+thread.join()
 os.kill(os.getpid(), signal.SIGQUIT)
 print("not reached", flush=True)
 """
