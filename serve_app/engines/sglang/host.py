@@ -159,13 +159,13 @@ class Host:
     def _end(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            atexit.unregister(engine.shutdown)  # it would end every child that this process has then
+            atexit.unregister(engine.shutdown)
             watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
             if watchdog is not None:
                 watchdog.stop()
         kill_all(self._children())
         if engine is not None:
-            _close_sockets(engine)
+            _close_sockets(engine, engine.tokenizer_manager)
         forget_series()
 
 
@@ -179,7 +179,7 @@ async def _cancel_everything() -> None:
 
 def build_engine(arguments: dict[str, Any]) -> Any:
     """SGLang's Engine, its scheduler ready. Raises ConfigError for arguments that SGLang refuses."""
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
@@ -197,15 +197,32 @@ def build_engine(arguments: dict[str, Any]) -> Any:
         server_args = ServerArgs(**arguments)
     except (ValueError, TypeError, AssertionError, OSError) as error:
         raise ConfigError(f"SGLang refuses its arguments: {error}", param="sglang") from error
-    return Engine(server_args=server_args)
+    managers = []
+
+    def make_manager(*given: Any) -> Any:
+        made = init_tokenizer_manager(*given)
+        managers.append(made[0])
+        return made
+
+    class Ours(Engine):
+        init_tokenizer_manager_func = staticmethod(make_manager)
+
+        def shutdown(self) -> None:
+            """Called when the process ends: SGLang's own would kill every child that the process has then."""
+
+    try:
+        return Ours(server_args=server_args)
+    except BaseException:
+        for manager in managers:
+            _close_sockets(manager)
+        raise
 
 
-def _close_sockets(engine: Any) -> None:
+def _close_sockets(*owners: Any) -> None:
     """What SGLang leaves to the end of its process."""
     import zmq
 
-    sockets = [value for value in vars(engine).values() if isinstance(value, zmq.Socket)]
-    sockets += [value for value in vars(engine.tokenizer_manager).values() if isinstance(value, zmq.Socket)]
+    sockets = [value for owner in owners for value in vars(owner).values() if isinstance(value, zmq.Socket)]
     for context in {socket.context for socket in sockets}:
         context.destroy(linger=0)
 

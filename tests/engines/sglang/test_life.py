@@ -54,8 +54,6 @@ async def test_what_cannot_be_started_is_said(
     assert caught.value.param == param
 
 
-# SGLang leaves the sockets of a start that failed to the end of its process.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_scheduler_that_cannot_start_leaves_nothing(sglang_on_cpu: None, make_config: Make) -> None:
     engine = SglangEngine(make_config(sglang=changed(max_total_tokens=1)))
     with pytest.raises(EngineFailed, match="did not start"):
@@ -64,7 +62,6 @@ async def test_a_scheduler_that_cannot_start_leaves_nothing(sglang_on_cpu: None,
     await engine.stop()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_stop_while_it_loads_ends_the_loading(sglang_on_cpu: None, make_config: Make) -> None:
     engine = SglangEngine(make_config())
     starting = asyncio.create_task(engine.start())
