@@ -63,15 +63,28 @@ class SpeculationConfig(_Frozen):
 
 
 class EngineConfig(_Frozen):
-    """`kind`: `local` is the embedded engine. `max_running`: KV slots, the largest batch. `max_queued`: requests that
-    may wait for a slot before new ones are refused. `prefill_chunk`: prompt tokens per step. `threads`: CPU threads."""
+    """`kind`: `local` is the embedded engine, `sglang` is SGLang with the DDTREE plugin. `max_running`: KV slots, the
+    largest batch. `max_queued`: requests that may wait for a slot before new ones are refused. `prefill_chunk`: prompt
+    tokens per step. `threads`: CPU threads. The last two are the embedded engine's alone."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "sglang"] = "local"
     max_running: int = Field(8, ge=1, le=256)
     max_queued: int = Field(256, ge=0)
     prefill_chunk: int = Field(512, ge=16)
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     cuda_graphs: bool = True
+
+
+class SglangConfig(_Frozen):
+    """What SGLang is started with, where `engine.kind` is `sglang`. `tp_size`: GPUs that share the model, "auto" for
+    `replica.num_gpus`. Null leaves the choice to SGLang; DDTREE then takes triton for attention. `server_args`: any
+    other field of SGLang's ServerArgs by its name, checked when the engine starts."""
+
+    tp_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    attention_backend: str | None = None
+    page_size: int | None = Field(None, ge=1)
+    mem_fraction_static: float | None = Field(None, gt=0, lt=1)
+    server_args: dict[str, Any] = {}
 
 
 class ReplicaConfig(_Frozen):
@@ -224,6 +237,7 @@ class Config(_Frozen):
     model: ModelConfig = ModelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     engine: EngineConfig = EngineConfig()
+    sglang: SglangConfig = SglangConfig()
     replica: ReplicaConfig = ReplicaConfig()
     placement: PlacementConfig = PlacementConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
@@ -238,6 +252,15 @@ class Config(_Frozen):
     def _speculation_needs_drafter(self) -> Config:
         if self.model.drafter is None and self.speculation.method == "chain":
             raise ValueError("speculation.method chain needs model.drafter")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_engine(self) -> Config:
+        if self.engine.kind == "local" and self.sglang.model_fields_set:
+            raise ValueError("sglang needs engine.kind sglang")
+        foreign = {"prefill_chunk", "threads"} & self.engine.model_fields_set if self.engine.kind == "sglang" else set()
+        if foreign:
+            raise ValueError(f"engine.{min(foreign)} is the embedded engine's; SGLang has sglang.server_args")
         return self
 
     @model_validator(mode="after")

@@ -30,8 +30,49 @@ def exemplar(request_id: str) -> dict[str, str] | None:
     return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
 
 
-class EngineMetrics:
-    """Series of one engine process; see design: acceptance, tree, graphs.
+class LoadMetrics:
+    """How full an engine is and how requests end, as the process that takes them sees it.
+
+    Args:
+        registry: where to declare; declaring twice in one registry raises. model: the served model's id.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._model = model
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(name, help, ("model",), registry=registry)
+
+        self._requests = Counter(
+            "ddtree_requests_total",
+            "Choices that ended, by how; no health probes.",
+            ("model", "outcome"),
+            registry=registry,
+        )
+        self._running = gauge("ddtree_running_requests", "Requests in the running batch.")
+        self._queued = gauge("ddtree_queued_requests", "Requests waiting for a slot.")
+        self._kv_used = gauge("ddtree_kv_tokens_used", "Tokens held in the KV cache.")
+        self._kv_capacity = gauge("ddtree_kv_tokens_capacity", "Tokens that the KV cache can hold.")
+        self._slots = gauge("ddtree_request_slots", "Requests that can run together.")
+        for outcome in OUTCOMES:
+            self._requests.labels(model, outcome)
+
+    def ended(self, outcome: str) -> None:
+        """One choice is over, as one of `OUTCOMES`."""
+        self._requests.labels(self._model, outcome).inc()
+
+    def capacity(self, slots: int, kv_tokens: int) -> None:
+        self._slots.labels(self._model).set(slots)
+        self._kv_capacity.labels(self._model).set(kv_tokens)
+
+    def load(self, running: int, queued: int, kv_tokens: int) -> None:
+        self._running.labels(self._model).set(running)
+        self._queued.labels(self._model).set(queued)
+        self._kv_used.labels(self._model).set(kv_tokens)
+
+
+class StepMetrics:
+    """What an engine's steps do: acceptance, trees, graphs. SGLang takes its steps in a process of their own.
 
     Args:
         registry: where to declare; declaring twice in one registry raises.
@@ -71,7 +112,6 @@ class EngineMetrics:
         self._emitted = counter(
             "ddtree_emitted_tokens_total", "Tokens emitted, by prefill (the first) and by verify steps.", "phase"
         )
-        self._requests = counter("ddtree_requests_total", "Choices that ended, by how; no health probes.", "outcome")
         self._replays = counter("ddtree_graph_replays_total", "Forwards served by graph replay.", "role")
         self._fallbacks = counter(
             "ddtree_graph_fallbacks_total", "Forwards that ran eagerly, by the reason.", "role", "reason"
@@ -89,11 +129,6 @@ class EngineMetrics:
         self._capture_bytes = gauge("ddtree_graph_capture_bytes", "Device memory that capturing reserved.", "role")
         self._budgets = counter("ddtree_budget_steps_total", "Verify steps, by the tree's budget in nodes.", "budget")
         self._phases = counter("ddtree_step_seconds_total", "Time of the step loop as the host sees it.", "phase")
-        self._running = gauge("ddtree_running_requests", "Requests in the running batch.")
-        self._queued = gauge("ddtree_queued_requests", "Requests waiting for a slot.")
-        self._kv_used = gauge("ddtree_kv_tokens_used", "Tokens held in the KV cache.")
-        self._kv_capacity = gauge("ddtree_kv_tokens_capacity", "Tokens that the KV cache can hold.")
-        self._slots = gauge("ddtree_request_slots", "Requests that can run together.")
         for phase in PHASES:
             self._phases.labels(model, phase)
         for role in ROLES:
@@ -105,8 +140,6 @@ class EngineMetrics:
                 self._fallbacks.labels(model, role, reason)
         for phase in ("prefill", "verify"):
             self._emitted.labels(model, phase)
-        for outcome in OUTCOMES:
-            self._requests.labels(model, outcome)
         for depth in range(1, max_acceptance):
             self._depth.labels(model, str(depth))
 
@@ -131,10 +164,6 @@ class EngineMetrics:
         self._bonus.inc(emitted - kept)
         for depth in range(1, accepted + 1):
             self._depth.labels(self._model, str(depth)).inc()
-
-    def ended(self, outcome: str) -> None:
-        """One choice is over, as one of `OUTCOMES`."""
-        self._requests.labels(self._model, outcome).inc()
 
     def prefill(self, tokens: int, emitted: int) -> None:
         """Prompt tokens computed, and first tokens emitted by it."""
@@ -161,14 +190,15 @@ class EngineMetrics:
     def graph_fallback(self, role: str, reason: str) -> None:
         self._fallbacks.labels(self._model, role, reason).inc()
 
-    def capacity(self, slots: int, kv_tokens: int) -> None:
-        self._slots.labels(self._model).set(slots)
-        self._kv_capacity.labels(self._model).set(kv_tokens)
 
-    def load(self, running: int, queued: int, kv_tokens: int) -> None:
-        self._running.labels(self._model).set(running)
-        self._queued.labels(self._model).set(queued)
-        self._kv_used.labels(self._model).set(kv_tokens)
+class EngineMetrics(StepMetrics, LoadMetrics):
+    """Both, for an engine that takes requests and steps in one process."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model: str, max_acceptance: int, fallback_reasons: Sequence[str]
+    ) -> None:
+        StepMetrics.__init__(self, registry, model, max_acceptance, fallback_reasons)
+        LoadMetrics.__init__(self, registry, model)
 
 
 class GatewayMetrics:

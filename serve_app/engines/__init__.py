@@ -20,7 +20,10 @@ def create_engine(config: Config, registry: CollectorRegistry) -> Engine:
     Raises:
         ConfigError: the configuration cannot be used with this engine.
     """
-    # "local" is the only kind that the configuration lets through.
+    if config.engine.kind == "sglang":
+        from serve_app.engines.sglang.engine import SglangEngine
+
+        return SglangEngine(config, registry)
     from serve_app.engines.local.engine import LocalEngine
 
     return LocalEngine(config, registry)

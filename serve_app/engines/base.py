@@ -33,6 +33,8 @@ class SamplingParams:
             many tokens are not sampled.
         logprobs: None for none; otherwise how many alternatives to return beside each token's own
             log-probability (0 to 20). They are the target's own, before temperature, penalties and bias.
+        json_schema: JSON text of a JSON Schema that the answer must be a document of, null for none. Only engines
+            whose `ModelInfo.grammars` says so get it.
         n: independent choices for the prompt; choice j of a seeded request is sampled with seed + j.
     """
 
@@ -51,6 +53,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    json_schema: str | None = None
     n: int = 1
 
 
@@ -161,7 +164,8 @@ class ModelInfo:
     """What `/v1/models` and validation need to know. `max_model_len` is in tokens, prompt and answer together.
 
     `continues`: which requests go on from `GenerateRequest.emitted` with the text of an undisturbed run: none, greedy
-    ones (others then go on with fresh randomness), or seeded ones too.
+    ones (others then go on with fresh randomness), or seeded ones too. `grammars`: whether it takes
+    `SamplingParams.json_schema`.
     """
 
     id: str
@@ -170,6 +174,7 @@ class ModelInfo:
     created: int
     owned_by: str = "ddtree-serve"
     continues: Literal["none", "greedy", "seeded"] = "none"
+    grammars: bool = False
 
 
 @runtime_checkable

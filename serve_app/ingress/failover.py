@@ -31,8 +31,8 @@ def may_resume(job: Job, info: ModelInfo, policy: IngressConfig) -> bool:
     """Whether a job of which tokens were sent may go on elsewhere. Fresh randomness continues an unseeded sample as
     well as the old would have; a seed promises one text, which the engine must be able to keep."""
     sampling = job.requests[0].sampling
-    if policy.resume == "never" or info.continues == "none":
-        return False
+    if policy.resume == "never" or info.continues == "none" or sampling.json_schema is not None:
+        return False  # a grammar knows nothing of what was sent
     if sampling.temperature == 0:
         return True
     return policy.resume == "all" and (sampling.seed is None or info.continues == "seeded")

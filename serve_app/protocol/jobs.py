@@ -7,17 +7,26 @@ What this module does not do: tokenize; whether a prompt fits the context is the
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import InvalidRequest, ServeError, Unsupported
 from serve_app.protocol.messages import plain_messages
 from serve_app.protocol.resume import Progress
-from serve_app.protocol.wire import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from serve_app.protocol.wire import (
+    ChatRequest,
+    CompletionRequest,
+    JsonSchemaFormat,
+    ResponseFormat,
+    Sampling,
+    TextFormat,
+    TokenizeRequest,
+)
 
 COMPLETION_MAX_TOKENS = 16
 # Arguments of the template renderers themselves; a client may set variables, not replace the template.
@@ -95,11 +104,22 @@ def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messag
     logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
     request = GenerateRequest(
         request_id=_new_id("chatcmpl"),
-        sampling=_sampling(wire, info, limit, logprobs, max_choices),
+        sampling=replace(
+            _sampling(wire, info, limit, logprobs, max_choices), json_schema=_json_schema(wire.response_format, info)
+        ),
         messages=plain_messages(wire.messages),
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
     )
     return _job(wire, info, request.request_id, (request,), chat=True)
+
+
+def _json_schema(wanted: ResponseFormat | None, info: ModelInfo) -> str | None:
+    """What the answer must be a document of. Raises Unsupported where no grammar is enforced."""
+    if wanted is None or isinstance(wanted, TextFormat):
+        return None
+    if not info.grammars:
+        raise Unsupported("response_format other than text is not offered by this engine.", param="response_format")
+    return json.dumps(wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"})
 
 
 def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int, max_prompts: int) -> Job:

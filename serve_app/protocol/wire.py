@@ -39,6 +39,25 @@ class TextFormat(Wire):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Wire):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Wire):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: Short | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Accepted, not used: the schema always holds.")
+
+
+class JsonSchemaFormat(Wire):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class Sampling(Wire):
     """Fields that chat completions and completions share."""
 
@@ -84,7 +103,7 @@ class ChatRequest(Sampling):
     prompt_cache_key: Short | None = Field(None, description="Accepted, not used.")
     service_tier: Literal["auto", "default"] | None = _refused("there is one tier; auto and default name it")
     store: Literal[False] | None = _refused("nothing is stored")
-    response_format: TextFormat | None = _refused("only text; no grammar is enforced")
+    response_format: ResponseFormat | None = Field(None, description="Other than text needs an engine with grammars.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = _refused("only text")
     reasoning_effort: Literal["none"] | None = _refused("the model does not reason")
     verbosity: Literal["medium"] | None = _refused("the model has no such control")

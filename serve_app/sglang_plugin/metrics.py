@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from serve_app.sglang_plugin.args import Options
 
 if TYPE_CHECKING:
-    from serve_app.metrics import EngineMetrics
+    from serve_app.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Exporter:
     """The process's metrics and the widths they are counted with."""
 
-    metrics: EngineMetrics
+    metrics: StepMetrics
     chosen: Options
 
 
@@ -39,11 +39,11 @@ def start(model: str, chosen: Options, enabled: bool) -> None:
         return
     from prometheus_client import CollectorRegistry
 
-    from serve_app.metrics import EngineMetrics
+    from serve_app.metrics import StepMetrics
     from serve_app.sglang_plugin.graph import Fallback
 
     # The registry is this process's own: readers merge the files.
-    _exporter = Exporter(EngineMetrics(CollectorRegistry(), model, chosen.path, [str(r) for r in Fallback]), chosen)
+    _exporter = Exporter(StepMetrics(CollectorRegistry(), model, chosen.path, [str(r) for r in Fallback]), chosen)
 
 
 def graph_replay(role: str, padding_rows: int, bucket: int) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 
+from serve_app.engines.sglang.arguments import DECIDED, server_arguments
 from serve_app.sglang_plugin.args import Options, check_backends, check_widths
 from tests.deploy.configs import BARE_METAL, DEPLOY, config_of, read
 
@@ -69,6 +72,18 @@ def test_it_agrees_with_the_serve_configuration() -> None:
     assert int(chosen["--speculative-num-draft-tokens"]) - 1 == config.speculation.budget
     assert int(chosen["--speculative-eagle-topk"]) == config.speculation.top_k
     assert int(chosen["--max-running-requests"]) == config.engine.max_running
+
+
+def test_the_serve_configuration_starts_sglang_with_the_same_arguments() -> None:
+    config = config_of(read(BARE_METAL["kimi-k2.6-b300"]))
+    assert config.model.drafter is not None
+    names = {*DECIDED, *config.sglang.server_args}
+    made = server_arguments(config, Path(config.model.source), Path(config.model.drafter), names)
+    # What the file leaves to SGLang's default, what a server of its own needs, and what only the API's parsers read.
+    own = {"dtype", "device", "disable_cuda_graph", "incremental_streaming_output", "log_level"}
+    theirs = {"host", "port", "tool_call_parser", "reasoning_parser"}
+    wanted = {n.removeprefix("--").replace("-", "_"): yaml.safe_load(v or "true") for n, v in options().items()}
+    assert {n: v for n, v in made.items() if n not in own} == {n: v for n, v in wanted.items() if n not in theirs}
 
 
 def test_it_listens_on_this_machine_alone() -> None:

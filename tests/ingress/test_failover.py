@@ -193,6 +193,7 @@ async def test_a_fault_of_the_engine_is_not_repeated() -> None:
         (SamplingParams(), "seeded", "greedy", False),
         (SamplingParams(seed=1), "greedy", "all", False),
         (SamplingParams(seed=1), "seeded", "all", True),
+        (SamplingParams(temperature=0, json_schema="{}"), "seeded", "all", False),
     ],
 )
 async def test_what_may_go_on(sampling: SamplingParams, continues: Any, resume: str, allowed: bool) -> None:

@@ -1,5 +1,6 @@
 """Wire models → jobs: precedence, defaults, and what needs the model's facts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,31 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     with pytest.raises(InvalidRequest) as caught:
         make_chat(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("wanted", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, '{"type": "object"}'),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1]}, "strict": True}},
+            '{"enum": [1]}',
+        ),
+    ],
+)
+def test_a_response_format_is_the_engines_json_schema(wanted: dict[str, Any], schema: str | None) -> None:
+    wire = validate(ChatRequest, {"model": "m", "messages": [USER], "response_format": wanted})
+    job = chat_job(wire, replace(INFO, grammars=True), max_choices=4, max_messages=4)
+    assert job.requests[0].sampling.json_schema == schema
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_response_format_without_grammars_is_refused(kind: str) -> None:
+    more = {"json_schema": {"name": "x", "schema": {}}} if kind == "json_schema" else {}
+    with pytest.raises(Unsupported) as caught:
+        make_chat(response_format={"type": kind, **more})
+    assert caught.value.param == "response_format"
 
 
 def test_one_alternative_is_no_alternative_but_zero_is_allowed() -> None:

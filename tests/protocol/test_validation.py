@@ -62,6 +62,13 @@ WRONG_CHAT = [
     ({"min_p": 1.5}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+        "response_format.json_schema.name",
+    ),
     ({"frobnicate": SECRET}, "frobnicate"),
     ({"Frob nicate": SECRET}, None),
 ]
@@ -71,8 +78,6 @@ UNSUPPORTED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "v", "format": "wav"}}, "audio"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),

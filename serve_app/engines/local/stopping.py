@@ -105,14 +105,14 @@ class TextStream:
         self.count += 1
         minimum = self._params.min_tokens
         if self.count > minimum and (token in self._ends or token in self._stop_ids):
-            return self._finish(), Ending("stop", None if token in self._ends else token)
+            return self.finish(), Ending("stop", None if token in self._ends else token)
         text, stop = self._strings.push(self._detokenizer.push(token), armed=self.count >= minimum)
         if stop is not None:
             return text, Ending("stop", stop)
         if self.count >= self._max_tokens:
-            return text + self._finish(), Ending("length")
+            return text + self.finish(), Ending("length")
         return text, None
 
-    def _finish(self) -> str:
+    def finish(self) -> str:
         """Text still held when the choice ends; bytes flushed now may complete a stop string no more."""
         return self._strings.push(self._detokenizer.flush(), armed=False)[0] + self._strings.flush()

@@ -1,0 +1,119 @@
+"""From the configuration to SGLang's ServerArgs: every key of ours, then `sglang.server_args`, checked by name.
+
+What this module does not do: import SGLang, or check values that it checks itself when the arguments are resolved.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from serve_app.config import Config
+from serve_app.errors import ConfigError
+
+DEFAULT_BUDGET = 32
+# Fields of ServerArgs that the configuration decides, by the key that does.
+DECIDED = {
+    "model_path": "model.source",
+    "served_model_name": "model.id",
+    "dtype": "model.dtype",
+    "device": "model.device",
+    "context_length": "model.context_length",
+    "max_running_requests": "engine.max_running",
+    "max_queued_requests": "engine.max_queued",
+    "disable_cuda_graph": "engine.cuda_graphs",
+    "tp_size": "sglang.tp_size",
+    "attention_backend": "sglang.attention_backend",
+    "page_size": "sglang.page_size",
+    "mem_fraction_static": "sglang.mem_fraction_static",
+    "speculative_algorithm": "speculation.method",
+    "speculative_draft_model_path": "model.drafter",
+    "speculative_num_draft_tokens": "speculation.budget",
+    "speculative_eagle_topk": "speculation.top_k",
+}
+# Fields that the engine sets itself, or that would take away what it stands on.
+FIXED = frozenset(
+    (
+        *("enable_metrics", "incremental_streaming_output", "skip_tokenizer_init", "tokenizer_worker_num"),
+        *("custom_sigquit_handler", "is_embedding", "nnodes", "node_rank", "pp_size", "host", "port", "api_key"),
+    )
+)
+
+
+def server_arguments(config: Config, target: Path, drafter: Path | None, known: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments of ServerArgs.
+
+    Args:
+        target, drafter: directories; no drafter decodes one token a step. known: the names of ServerArgs' fields.
+
+    Raises:
+        ConfigError: a key of `sglang.server_args` that SGLang does not know, or that is not to be set there.
+    """
+    check_names(config.sglang.server_args, known)
+    model, engine, sglang = config.model, config.engine, config.sglang
+    tp_size = max(1, int(config.replica.num_gpus)) if sglang.tp_size == "auto" else sglang.tp_size
+    chosen: dict[str, Any] = {
+        "model_path": str(target),
+        "served_model_name": model.id,
+        "dtype": model.dtype,
+        "device": None if model.device == "auto" else model.device,
+        "context_length": model.context_length,
+        "max_running_requests": engine.max_running,
+        "tp_size": tp_size,
+        "attention_backend": sglang.attention_backend,
+        "page_size": sglang.page_size,
+        "mem_fraction_static": sglang.mem_fraction_static,
+        "disable_cuda_graph": not engine.cuda_graphs,
+        "enable_metrics": True,
+        "incremental_streaming_output": True,
+        "log_level": "warning",
+        **speculation(config, drafter),
+        **config.sglang.server_args,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def speculation(config: Config, drafter: Path | None) -> dict[str, Any]:
+    """The part of the arguments that says how drafts are made; empty without them."""
+    settings = config.speculation
+    if drafter is None:
+        return {}
+    if settings.method == "chain":
+        return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(drafter)}
+    budget = DEFAULT_BUDGET if settings.budget == "auto" else settings.budget
+    return {
+        "speculative_algorithm": "DDTREE",
+        "speculative_draft_model_path": str(drafter),
+        "speculative_num_draft_tokens": budget + 1,
+        "speculative_eagle_topk": settings.top_k,
+    }
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Variables that SGLang's processes read, to be set before they start."""
+    return {
+        # Log-probabilities are the target's own, before temperature, as `engines.base` says.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGLANG_DDTREE_SPINE_FIRST": "1" if config.speculation.spine_first else "0",
+    }
+
+
+def wants_drafter(config: Config) -> bool:
+    method, budget = config.speculation.method, config.speculation.budget
+    return method == "chain" or (method == "ddtree" and budget != 0)
+
+
+def check_names(given: Collection[str], known: Collection[str]) -> None:
+    """Raises ConfigError for the first name that is decided elsewhere, fixed, or unknown to SGLang."""
+    for name in given:
+        param = f"sglang.server_args.{name}"
+        if name in DECIDED:
+            raise ConfigError(f"{param} is decided by {DECIDED[name]}", param=param)
+        if name in FIXED:
+            raise ConfigError(f"{param} is set by the engine", param=param)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{param}: SGLang has no such argument{hint}", param=param)

@@ -1,0 +1,297 @@
+"""SGLang as the replica's engine: the seam's side of it, on the replica's event loop.
+
+Prompts are rendered and token ids made into text here, with the embedded engine's own code; SGLang is given token ids
+and answers with token ids. Choices are requests of their own, which share their prompt in SGLang's prefix cache.
+
+What this module does not do: start or watch processes (`host`), or parse tool calls and reasoning: the API refuses
+those fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from serve_app.config import Config
+from serve_app.engines.base import Chunk, EngineStats, GenerateRequest, ModelInfo
+from serve_app.engines.local.detokenizer import make_detokenizer
+from serve_app.engines.local.limits import bounded_tokens, check_sampling
+from serve_app.engines.local.stopping import TextStream
+from serve_app.engines.sglang.arguments import environment
+from serve_app.engines.sglang.choice import Choice, refusal
+from serve_app.engines.sglang.exposition import OwnSeries
+from serve_app.engines.sglang.host import Host
+from serve_app.engines.sglang.loading import Parts, parts_of, prepare
+from serve_app.engines.sglang.requests import generation, refuse, sampling_params
+from serve_app.engines.sglang.submission import Submission
+from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
+from serve_app.metrics import OUTCOMES, LoadMetrics
+
+logger = logging.getLogger(__name__)
+# The second token needs a decode step, or one of draft and verification.
+_PROBE_TOKENS = 2
+
+
+class SglangEngine:
+    """Implements `serve_app.engines.base.Engine`.
+
+    Args:
+        config: the whole tree; `model`, `speculation`, `engine` and `sglang` are read.
+        registry: where `LoadMetrics` are declared and SGLang's own series appear, None for no metrics.
+        health_timeout_s: how long `health` waits for its tokens.
+    """
+
+    def __init__(
+        self, config: Config, registry: CollectorRegistry | None = None, *, health_timeout_s: float = 30.0
+    ) -> None:
+        self._config, self._health_timeout = config, health_timeout_s
+        self._registry = registry
+        self._metrics: LoadMetrics | None = None
+        self._host: Host | None = None
+        self._parts: Parts | None = None
+        self._starting = asyncio.Lock()
+        self._submissions: dict[str, Submission] = {}
+        self._created = int(time.time())
+        self._last_token: float | None = None
+        self._kv_used = self._waiting = 0
+
+    # -- lifecycle -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self._host is not None:
+                return
+            arguments = await asyncio.to_thread(prepare, self._config)
+            host = self._host = Host(arguments, environment(self._config), self._on_death, self._on_watch)
+            try:
+                await host.start()
+                self._parts = parts_of(host.manager, host.info)
+                self._declare(self._parts)
+                await self.health()
+            except BaseException:
+                await self._end()
+                raise
+
+    def _declare(self, parts: Parts) -> None:
+        """Series, after everything that can be refused: a registry takes each once."""
+        if self._registry is not None and self._metrics is None:
+            self._metrics = LoadMetrics(self._registry, self._config.model.id)
+            self._registry.register(OwnSeries())
+        if self._metrics is not None:
+            self._metrics.capacity(self._config.engine.max_running, parts.kv_tokens)
+
+    async def stop(self) -> None:
+        host = self._host
+        if host is not None and self._starting.locked():
+            await host.stop()  # what still starts fails, and lets go of the lock
+        async with self._starting:
+            await self._end()
+
+    async def _end(self) -> None:
+        host, self._host = self._host, None
+        for submission in list(self._submissions.values()):
+            submission.end_all()
+        if host is not None:
+            await host.stop()
+        self._parts = None
+
+    def _on_death(self, reason: str) -> None:
+        """On SGLang's thread. The answers may go on elsewhere: this replica is as good as lost."""
+        logger.error("%d requests lost their engine: %s", len(self._submissions), reason)
+        for submission in list(self._submissions.values()):
+            submission.lose()
+
+    def _on_watch(self) -> None:
+        """On SGLang's thread, several times a second: read the scheduler's own books from shared memory."""
+        host = self._host
+        if host is None or host.manager is None:
+            return
+        loads = host.manager.load_snapshot_reader.read_all()
+        self._kv_used = sum(load.num_used_tokens for load in loads)
+        self._waiting = sum(load.num_waiting_reqs for load in loads)
+        if self._metrics is not None:
+            stats = self.stats()
+            self._metrics.load(stats.running, stats.queued, stats.kv_tokens_used)
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        host, parts = self._running()
+        check_sampling(request.sampling, parts.vocab)
+        refuse(request, parts.offer)
+        prompt = await asyncio.to_thread(parts.prompts.encode, request, parts.context)
+        max_tokens = bounded_tokens(request, len(prompt), parts.context)
+        if len(prompt) + len(request.emitted) > parts.longest_prompt:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens; at most {parts.longest_prompt} can be computed",
+                param="messages" if request.messages is not None else "prompt",
+            )
+        submission = Submission(asyncio.get_running_loop(), request.sampling.n)
+        self._admit(request.request_id, submission)
+        outcome = "abort"  # of the choices that the reader leaves
+        try:
+            for index in range(request.sampling.n):
+                choice, asked = _choice(parts, request, index, prompt, max_tokens)
+                submission.run(host, choice, host.call(self._pump(host, submission, choice, asked)))
+            async for chunk in submission.chunks():
+                self._count(chunk)
+                yield chunk
+        except ServeError as error:
+            outcome = "error" if isinstance(error, (EngineFailed, NotReady)) else "refused"
+            raise
+        finally:
+            for _ in range(submission.open):
+                self._ended(outcome)
+            if self._submissions.get(request.request_id) is submission:
+                del self._submissions[request.request_id]
+            submission.leave()
+
+    def _admit(self, request_id: str, submission: Submission) -> None:
+        if request_id in self._submissions:
+            raise InvalidRequest("a request with this id is already running", param="request_id")
+        most = self._config.engine.max_queued + self._config.engine.max_running
+        if submission.open > most:  # not Overloaded: it would never fit
+            raise InvalidRequest(f"n may be at most {most}, the slots and the queue together", param="n")
+        if self._in_flight() + submission.open > most:
+            raise Overloaded("the engine's queue is full", retry_after=1)
+        self._submissions[request_id] = submission
+
+    async def _pump(self, host: Host, submission: Submission, choice: Choice, asked: dict[str, Any]) -> None:
+        """On SGLang's loop: one choice from its request to its end. An abort is waited for, so that SGLang's state of
+        it goes in the ordinary way."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        try:
+            async for output in host.manager.generate_request(GenerateReqInput(**asked), None):
+                if choice.over:
+                    continue
+                if (chunk := choice.feed(output)) is not None:
+                    submission.send(chunk)
+                if choice.over and output["meta_info"]["finish_reason"] is None:
+                    host.manager.abort_request(choice.rid)
+        except ServeError as error:
+            submission.send(error)
+        except ValueError as error:
+            if not choice.over:  # else it is how an abort ends that came before the scheduler had the request
+                choice.over = True
+                submission.send(refusal(HTTPStatus.BAD_REQUEST, str(error)))
+
+    def _count(self, chunk: Chunk) -> None:
+        if chunk.token_ids:
+            self._last_token = time.monotonic()
+        if chunk.finish_reason is not None:
+            self._ended(chunk.finish_reason)
+
+    def _ended(self, outcome: str) -> None:
+        if self._metrics is not None and outcome in OUTCOMES:
+            self._metrics.ended(outcome)
+
+    async def abort(self, request_id: str) -> bool:
+        submission = self._submissions.get(request_id)
+        if submission is None:
+            return False
+        submission.end_all()
+        return True
+
+    # -- looking in ------------------------------------------------------------------------------------------------
+
+    async def health(self) -> None:
+        if self._host is not None and self._host.dead is not None:
+            raise EngineFailed(self._host.dead)
+        host, parts = self._running()
+        rid = f"health-{uuid.uuid4().hex}"
+        sampling = {"max_new_tokens": _PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        asked = generation(rid, [min(parts.end_tokens, default=0)], sampling, None)
+        probe = asyncio.wrap_future(host.call(_probe(host, {**asked, "log_metrics": False})))
+        try:
+            tokens = await asyncio.wait_for(probe, self._health_timeout)
+        except TimeoutError:
+            raise EngineFailed(f"no token within {self._health_timeout:g} s") from None
+        finally:
+            host.post(host.manager.abort_request, rid)
+        if tokens < _PROBE_TOKENS:
+            raise EngineFailed(host.dead or "the scheduler gave the health check up")
+        self._last_token = time.monotonic()
+
+    def stats(self) -> EngineStats:
+        parts, slots = self._parts, self._config.engine.max_running
+        asked = self._in_flight()
+        queued = min(asked, max(asked - slots, self._waiting))
+        last = self._last_token
+        return EngineStats(
+            running=asked - queued,
+            queued=queued,
+            slots=slots,
+            kv_tokens_used=self._kv_used,
+            kv_tokens_total=parts.kv_tokens if parts else 0,
+            last_token_age_s=None if last is None else time.monotonic() - last,
+        )
+
+    def _in_flight(self) -> int:
+        return sum(submission.open for submission in list(self._submissions.values()))
+
+    def info(self) -> ModelInfo:
+        _, parts = self._running()
+        return ModelInfo(
+            self._config.model.id,
+            parts.context,
+            parts.vocab,
+            self._created,
+            continues="seeded" if parts.offer.seeds else "greedy",
+            grammars=parts.offer.grammars,
+        )
+
+    async def tokenize(self, request: GenerateRequest) -> list[int]:
+        _, parts = self._running()
+        return await asyncio.to_thread(parts.prompts.encode, request)
+
+    async def detokenize(self, token_ids: Seq[int]) -> str:
+        _, parts = self._running()
+        if any(not 0 <= token < parts.vocab for token in token_ids):
+            raise InvalidRequest(f"token ids must be from 0 to {parts.vocab - 1}", param="tokens")
+        return await asyncio.to_thread(parts.vocabulary.decode, token_ids)
+
+    def _running(self) -> tuple[Host, Parts]:
+        if self._host is not None and self._host.dead is not None:
+            raise NotReady("The engine of this replica is dead.")
+        if self._host is None or self._parts is None:
+            raise NotReady("the engine is not running")
+        return self._host, self._parts
+
+
+def _choice(
+    parts: Parts, request: GenerateRequest, index: int, prompt: list[int], max_tokens: int
+) -> tuple[Choice, dict[str, Any]]:
+    """State of one choice, and what SGLang is asked for it."""
+    params, emitted = request.sampling, request.emitted
+    text = TextStream(params, make_detokenizer(parts.vocabulary), max_tokens, parts.end_tokens)
+    text.resume(emitted)
+    rid = f"{request.request_id}-{index}-{uuid.uuid4().hex}"
+    seed = None
+    if parts.offer.seeds:
+        # Without one of its own SGLang would give every request the same.
+        seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % 2**63
+    sampling = sampling_params(params, max_tokens - len(emitted), seed)
+    asked = generation(rid, [*prompt, *emitted], sampling, params.logprobs)
+    return Choice(index, rid, len(prompt), text, parts.vocabulary, params.logprobs), asked
+
+
+async def _probe(host: Host, asked: dict[str, Any]) -> int:
+    """Tokens that SGLang generates for a request."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    tokens = 0
+    async with contextlib.aclosing(host.manager.generate_request(GenerateReqInput(**asked), None)) as outputs:
+        async for output in outputs:
+            tokens += len(output["output_ids"])
+    return tokens

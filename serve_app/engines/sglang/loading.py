@@ -1,0 +1,91 @@
+"""What surrounds a started SGLang: prompts, vocabulary and limits, read from SGLang's own view of the model.
+
+What this module does not do: start it (`host`), or import it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.config import Config
+from serve_app.engines.local.prompts import PromptRenderer
+from serve_app.engines.local.token_floor import TokenFloor
+from serve_app.engines.local.vocabulary import Vocabulary
+from serve_app.engines.sglang.arguments import server_arguments, wants_drafter
+from serve_app.engines.sglang.requests import Offer
+from serve_app.errors import ConfigError
+from serve_app.models import resolve, resolve_drafter
+
+# SGLang 0.5.17 stops two tokens before the end of the context.
+_CONTEXT_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the engine needs beside the host.
+
+    Attributes:
+        context: tokens of prompt and answer together, at most. longest_prompt: of the prompt alone. kv_tokens: what the
+            KV cache holds.
+    """
+
+    prompts: PromptRenderer
+    vocabulary: Vocabulary
+    vocab: int
+    context: int
+    longest_prompt: int
+    kv_tokens: int
+    end_tokens: frozenset[int]
+    offer: Offer
+
+
+def prepare(config: Config) -> dict[str, Any]:
+    """Arguments of ServerArgs for a configuration, its models fetched.
+
+    Raises:
+        ConfigError: SGLang is not installed, or a key cannot be used. ModelFetchError: files cannot be had.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "engine.kind sglang needs SGLang: install the extra [sglang], pip install 'ddtree-serve[sglang]'",
+            param="engine.kind",
+        )
+    from sglang.srt.server_args import ServerArgs
+
+    files = resolve(config.model.source)
+    drafter = resolve_drafter(config.model.drafter, files) if wants_drafter(config) else None
+    if drafter is None and config.speculation.method == "chain":
+        raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
+    return server_arguments(config, files.path, drafter, ServerArgs.__dataclass_fields__)
+
+
+def parts_of(manager: Any, info: dict[str, Any]) -> Parts:
+    """What a started TokenizerManager and its scheduler's `info` say."""
+    tokenizer, model, arguments = manager.tokenizer, manager.model_config, manager.server_args
+    vocabulary = Vocabulary(tokenizer)
+    kv_tokens = int(info["max_total_num_tokens"])
+    context = min(model.context_len, kv_tokens) - _CONTEXT_KEPT
+    if arguments.page_size:
+        context = min(context, kv_tokens - 2 * arguments.page_size)
+    return Parts(
+        prompts=PromptRenderer(tokenizer, model.vocab_size, TokenFloor(tokenizer, vocabulary)),
+        vocabulary=vocabulary,
+        vocab=model.vocab_size,
+        context=context,
+        longest_prompt=int(info["max_req_input_len"]) - 1,
+        kv_tokens=kv_tokens,
+        end_tokens=_end_tokens(tokenizer, model),
+        offer=Offer(
+            arguments.speculative_algorithm,
+            seeds=bool(arguments.enable_deterministic_inference),
+            grammars=arguments.grammar_backend not in (None, "none"),
+        ),
+    )
+
+
+def _end_tokens(tokenizer: Any, model: Any) -> frozenset[int]:
+    """Every id that ends an answer in SGLang."""
+    found = {tokenizer.eos_token_id, *(getattr(tokenizer, "additional_stop_token_ids", None) or ())}
+    return frozenset((found | set(model.hf_eos_token_id or ())) - {None})

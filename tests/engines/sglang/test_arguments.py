@@ -1,0 +1,97 @@
+"""Configuration → ServerArgs: what each key becomes, and the refusal of names that SGLang does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.config import load_config
+from serve_app.engines.sglang.arguments import DECIDED, FIXED, environment, server_arguments
+from serve_app.errors import ConfigError
+
+TARGET, DRAFTER = Path("/models/t"), Path("/models/d")
+KNOWN = {*DECIDED, *FIXED, "trust_remote_code", "speculative_attention_mode"}
+
+
+def arguments(drafter: Path | None = DRAFTER, known: set[str] = KNOWN, **sections: dict[str, Any]) -> dict[str, Any]:
+    tree = {"engine": {"kind": "sglang"}, **sections}
+    return server_arguments(load_config(tree, use_env=False), TARGET, drafter, known)
+
+
+def test_the_defaults_draft_trees_of_32_nodes() -> None:
+    made = arguments()
+    assert made["model_path"] == "/models/t" and made["max_running_requests"] == 8 and made["tp_size"] == 1
+    drafts = {name: value for name, value in made.items() if name.startswith("speculative_")}
+    assert drafts == {
+        "speculative_algorithm": "DDTREE",
+        "speculative_draft_model_path": "/models/d",
+        "speculative_num_draft_tokens": 33,
+        "speculative_eagle_topk": 8,
+    }
+
+
+def test_what_nobody_set_is_left_to_sglang() -> None:
+    assert not {"device", "context_length", "page_size", "attention_backend"} & set(arguments())
+
+
+@pytest.mark.parametrize(
+    ("sections", "drafter", "algorithm"),
+    [
+        ({"speculation": {"method": "chain"}}, DRAFTER, "DFLASH"),
+        ({"speculation": {"budget": 15, "top_k": 4}}, DRAFTER, "DDTREE"),
+        ({}, None, None),
+    ],
+)
+def test_the_method_is_the_algorithm(sections: dict[str, Any], drafter: Path | None, algorithm: str | None) -> None:
+    assert arguments(drafter, **sections).get("speculative_algorithm") == algorithm
+
+
+@pytest.mark.parametrize(("sglang", "gpus", "size"), [({}, 8, 8), ({"tp_size": 2}, 8, 2), ({}, 0, 1)])
+def test_a_replicas_gpus_share_the_model(sglang: dict[str, Any], gpus: int, size: int) -> None:
+    assert arguments(sglang=sglang, replica={"num_gpus": gpus})["tp_size"] == size
+
+
+def test_further_arguments_pass_through() -> None:
+    assert arguments(sglang={"server_args": {"trust_remote_code": True}})["trust_remote_code"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("trust_remote_cod", "did you mean trust_remote_code"),
+        ("none_of_them_at_all", "no such argument"),
+        ("model_path", "decided by model.source"),
+        ("skip_tokenizer_init", "set by the engine"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_its_path(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        arguments(sglang={"server_args": {name: 1}})
+    assert caught.value.param == f"sglang.server_args.{name}"
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"sglang": {"tp_size": 2}},
+        {"engine": {"kind": "sglang", "prefill_chunk": 512}},
+        {"engine": {"kind": "sglang", "threads": 2}},
+    ],
+)
+def test_keys_of_the_other_engine_are_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="engine"):
+        load_config(tree, use_env=False)
+
+
+def test_every_name_is_one_of_sglangs() -> None:
+    server_args = pytest.importorskip("sglang.srt.server_args", reason="SGLang is not installed")
+    known = set(server_args.ServerArgs.__dataclass_fields__)
+    assert set(arguments()) | set(DECIDED) | FIXED <= known
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_spine_is_told_through_the_environment(first: bool) -> None:
+    config = load_config({"speculation": {"spine_first": first}}, use_env=False)
+    assert environment(config)["SGLANG_DDTREE_SPINE_FIRST"] == str(int(first))

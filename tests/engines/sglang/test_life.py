@@ -1,0 +1,98 @@
+"""Starts that fail and processes that die: an error that says what happened, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.config import Config
+from serve_app.engines.sglang.engine import SglangEngine
+from serve_app.errors import ConfigError, EngineFailed, NotReady
+from tests.engines.local.conftest import write_drafter
+from tests.engines.local.helpers import request
+from tests.engines.sglang.conftest import ON_A_CPU
+
+Make = Callable[..., Config]
+SOON_S = 120
+
+
+def changed(**server_args: Any) -> dict[str, Any]:
+    return {"attention_backend": "torch_native", "server_args": {**ON_A_CPU, **server_args}}
+
+
+async def test_an_argument_that_sglang_does_not_know_is_named(sglang_on_cpu: None, make_config: Make) -> None:
+    engine = SglangEngine(make_config(sglang=changed(max_total_token=1)))
+    with pytest.raises(ConfigError, match="max_total_tokens") as caught:
+        await engine.start()
+    assert caught.value.param == "sglang.server_args.max_total_token"
+    with pytest.raises(NotReady):
+        await anext(engine.submit(request()))
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("method", "param", "said"),
+    [
+        ("chain", "sglang", "SGLang refuses its arguments"),  # DFLASH needs a GPU
+        ("ddtree", "speculation.method", "install"),  # a checkout by itself is no plugin
+    ],
+)
+async def test_what_cannot_be_started_is_said(
+    sglang_on_cpu: None, make_config: Make, tmp_path: Path, method: str, param: str, said: str
+) -> None:
+    model = make_config().model.model_dump() | {"drafter": str(write_drafter(tmp_path / "drafter"))}
+    engine = SglangEngine(make_config(model=model, speculation={"method": method}))
+    with pytest.raises(ConfigError, match=said) as caught:
+        await engine.start()
+    assert caught.value.param == param
+
+
+async def test_a_scheduler_that_cannot_start_leaves_nothing(sglang_on_cpu: None, make_config: Make) -> None:
+    engine = SglangEngine(make_config(sglang=changed(max_total_tokens=1)))
+    with pytest.raises(EngineFailed, match="did not start"):
+        await engine.start()
+    assert multiprocessing.active_children() == []
+    await engine.stop()
+
+
+async def test_a_stop_while_it_loads_ends_the_loading(sglang_on_cpu: None, make_config: Make) -> None:
+    engine = SglangEngine(make_config())
+    starting = asyncio.create_task(engine.start())
+    async with asyncio.timeout(SOON_S):
+        while not multiprocessing.active_children():
+            await asyncio.sleep(0.05)
+        await engine.stop()
+        with pytest.raises(EngineFailed):
+            await starting
+    assert multiprocessing.active_children() == []
+
+
+async def test_a_dead_scheduler_is_a_dead_engine_in_a_living_process(sglang_on_cpu: None, make_config: Make) -> None:
+    engine = SglangEngine(make_config(), health_timeout_s=SOON_S)
+    await engine.start()
+    await engine.start()  # it is running: nothing happens
+    scheduler, *others = multiprocessing.active_children()
+    os.kill(os.getpid(), signal.SIGQUIT)  # as SGLang's children do where they fail
+    chunks = engine.submit(request("x" * 100, max_tokens=None, ignore_eos=True))
+    await anext(chunks)
+    os.kill(scheduler.pid or 0, signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(NotReady) as caught:
+            async for _ in chunks:
+                pass
+    assert caught.value.code == "replica_lost"
+    with pytest.raises(EngineFailed, match="exit code"):
+        await engine.health()
+    with pytest.raises(NotReady):
+        await anext(engine.submit(request()))
+    await engine.stop()
+    assert multiprocessing.active_children() == [] and others
+    with pytest.raises(NotReady):
+        engine.info()
