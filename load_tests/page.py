@@ -25,8 +25,8 @@ SUMMARY = {
 }  # fmt: skip
 CAPTIONS = {
     "Percentiles": "How many of the requests (or gaps) took at most so long. A steep right end is a tail.",
-    "Over time": "Left: each answer's TTFT when it was asked, users in grey. Right: what the server emitted, and what "
-    "completed answers add up to.",
+    "Over time": "Left: each answer's TTFT when it was asked, users (of an open loop: requests in flight) in grey. "
+    "Right: what the server emitted, and what completed answers add up to.",
     "Knee": "More users than at the knee add waiting faster than tokens.",
     "Acceptance and fallbacks next to latency": "Left: acceptance by client and server. Right: forwards that did not "
     "replay from a graph, each answer's time per token in grey; if both rise together, the fallbacks cost time.",
@@ -74,7 +74,7 @@ def _head(report: Mapping[str, Any]) -> list[str]:
     where = [
         report["started"], f"{report['summary']['elapsed_s']:.1f} s", facts.get("model"),
         load.get(shape["kind"], f"{shape['kind']}, up to {_users(shape['users'])}"),
-        f"version {facts['version']}", f"commit {facts['commit']}",
+        f"version {facts['version']}", f"commit {str(facts['commit'])[:12]}",
     ]  # fmt: skip
     rows = [(v["condition"], v["value"], "holds" if v["holds"] else "BROKEN") for v in report["slo"]]
     about = " · ".join(_text(part) for part in where if part is not None)
@@ -172,7 +172,7 @@ _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Load test</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1b1f24 }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1b1f24 }}
 h2 {{ margin: 2rem 0 .3rem }} p {{ margin: .3rem 0 .6rem }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }}

@@ -15,7 +15,7 @@ matplotlib.use("svg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from load_tests.summary import percentile
 from load_tests.timeline import Outcome
@@ -74,8 +74,13 @@ def _over_time(left: Axes, right: Axes, done: Sequence[Outcome], report: Mapping
     left.scatter([o.started for o in done], [1e3 * (o.ttft_s or 0) for o in done], s=8, label="TTFT, ms")
     times = [row["t"] for row in report["series"]]
     twin = left.twinx()
-    twin.step([t for t, _ in report["users"]], [users for _, users in report["users"]], where="post", color="grey")
-    twin.set_ylabel("users")
+    # An open loop has no users, but as many requests in flight as its server lets pile up.
+    open_loop = report["config"]["shape"]["kind"] in ("poisson", "trace")
+    load = [(row["t"], row["in_flight"]) for row in report["series"]] if open_loop else [*report["users"]]
+    load += [(report["summary"]["elapsed_s"], load[-1][1])] if load and not open_loop else []
+    twin.step([t for t, _ in load], [count for _, count in load], where="post", color="grey")
+    twin.set_ylabel("requests in flight" if open_loop else "users")
+    twin.yaxis.set_major_locator(MaxNLocator(integer=True))
     rate = [row["tok_per_s"] for row in report["series"]]
     right.plot(times, [value if value is not None else float("nan") for value in rate], label="tok/s, server")
     width = max(report["summary"]["elapsed_s"] / BINS, 0.5)
@@ -95,6 +100,7 @@ def _knee(left: Axes, right: Axes, report: Mapping[str, Any]) -> None:
         values = [(row[name] or {}).get(q, float("nan")) for row in rows]
         right.plot(users, values, marker="o", label=f"{name[:-2]} {q}, s")
     for axis in (left, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if report["knee"] is not None:
             axis.axvline(report["knee"], color="grey", linestyle=":", label="knee")
 

@@ -58,7 +58,7 @@ class StepLoop:
             return True
 
     def send(self, loop: asyncio.AbstractEventLoop, receive: Callable[[Any], None], item: Any) -> None:
-        """From the thread: have `receive(item)` called on an event loop, one wake-up per step for all of them."""
+        """From the thread: have `receive(item)` called on an event loop, one wake-up for all of a forward."""
         self._outbox[loop].append((receive, item))
 
     def stop(self, last: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class StepLoop:
             with torch.inference_mode():
                 while self._take():
                     if not self._stepper.scheduler.idle:
-                        self._stepper.step()
+                        self._stepper.step(self._deliver)
                         self.beat = time.monotonic()
                     self._deliver()
         except BaseException as error:

@@ -52,12 +52,18 @@ class Stepper:
         self._vocabulary, self._metrics = vocabulary, metrics
         self.faults = 0  # steps in a row that raised
 
-    def step(self) -> None:
-        """Advance everything that runs by one step. A fault ends the sequences it touched, and no others."""
+    def step(self, deliver: Callable[[], None] = lambda: None) -> None:
+        """Advance everything that runs by one step. A fault ends the sequences it touched, and no others.
+
+        Args:
+            deliver: hands what sinks were given to its readers. Called when prompts have been computed: their first
+                tokens must not wait for the first tree, which takes as long again.
+        """
         self.scheduler.admit()
         pieces = self.scheduler.prefill()
         if pieces:
             self._guarded([piece.sequence for piece in pieces], lambda: self._prefill(pieces))
+            deliver()
         ready = self.scheduler.decode()
         if ready:
             self._guarded(ready, lambda: self._decode(ready))

@@ -27,6 +27,25 @@ async def drained(engine: LocalEngine) -> None:
     assert engine.stats().kv_tokens_used == 0
 
 
+async def test_the_first_token_does_not_wait_for_the_first_tree(make_config: Make) -> None:
+    async with running(make_config()) as engine:
+        assert engine._parts is not None
+        runner, read = engine._parts.runner, threading.Event()
+        verify = runner.verify
+
+        def held(*arguments: Any) -> Any:
+            assert read.wait(60), "the first token was not handed over"
+            return verify(*arguments)
+
+        runner.verify = held  # type: ignore[method-assign]
+        stream = engine.submit(request("x", **LONG))
+        first = await anext(stream)
+        assert len(first.token_ids) == 1
+        read.set()
+        async for _ in stream:
+            pass
+
+
 async def test_abort_ends_the_stream_and_frees_the_slot(make_config: Make) -> None:
     async with running(make_config()) as engine:
         wanted = request("hi", **LONG)
