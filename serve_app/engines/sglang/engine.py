@@ -171,6 +171,8 @@ class SglangEngine:
         it goes in the ordinary way."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        if choice.over:  # left before it began: SGLang ignores an abort of what it does not know yet
+            return
         try:
             async for output in host.manager.generate_request(GenerateReqInput(**asked), None):
                 if choice.over:
@@ -180,6 +182,8 @@ class SglangEngine:
                 if choice.over and output["meta_info"]["finish_reason"] is None:
                     host.manager.abort_request(choice.rid)
         except ServeError as error:
+            choice.over = True
+            host.manager.abort_request(choice.rid)  # while SGLang still knows it
             submission.send(error)
         except ValueError as error:
             if not choice.over:  # else it is how an abort ends that came before the scheduler had the request
@@ -227,7 +231,8 @@ class SglangEngine:
         parts, slots = self._parts, self._config.engine.max_running
         asked = self._in_flight()
         queued = min(asked, max(asked - slots, self._waiting))
-        last = self._last_token
+        # A dead engine's last token proves nothing: without it the watchdog asks at once.
+        last = None if self._host is not None and self._host.dead is not None else self._last_token
         return EngineStats(
             running=asked - queued,
             queued=queued,

@@ -38,7 +38,6 @@ class Host:
         arguments: keyword arguments of ServerArgs. variables: environment variables for SGLang's processes.
         on_death: called once, on the thread, with the reason why it can generate no more.
         on_watch: called on the thread several times a second while it lives.
-        make: builds SGLang's Engine from the arguments, for tests.
 
     Attributes:
         manager: SGLang's TokenizerManager, once started. info: what its scheduler said of itself.
@@ -50,11 +49,9 @@ class Host:
         variables: dict[str, str],
         on_death: Callable[[str], None],
         on_watch: Callable[[], None],
-        make: Callable[[dict[str, Any]], Any] | None = None,
     ) -> None:
         self._arguments, self._variables = arguments, variables
         self._on_death, self._on_watch = on_death, on_watch
-        self._make = make or build_engine
         self._before: set[BaseProcess] = set()
         self._ready: Future[None] = Future()
         self._stopping = threading.Event()
@@ -86,16 +83,18 @@ class Host:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on SGLang's event loop. Raises EngineFailed where there is none any more."""
-        if self._loop is None or self.dead is not None or self._stopping.is_set():
+        loop = self._loop  # the thread may take it away meanwhile
+        if loop is None or self.dead is not None or self._stopping.is_set():
             work.close()
             raise EngineFailed(self.dead or "SGLang is not running")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, loop)
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function on SGLang's event loop, soon; nothing where there is none any more."""
+        loop = self._loop
         with contextlib.suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(function, *arguments)
+            if loop is not None:
+                loop.call_soon_threadsafe(function, *arguments)
 
     def _children(self) -> list[BaseProcess]:
         return [child for child in multiprocessing.active_children() if child not in self._before]
@@ -117,7 +116,7 @@ class Host:
         try:
             # Within the running loop, because SGLang takes the one that runs; nothing else waits for this loop yet.
             with clean_start():
-                self._engine = self._make(self._arguments)
+                self._engine = build_engine(self._arguments)
             children = self._children()
             self.manager = self._engine.tokenizer_manager
             self.info = dict(self._engine._scheduler_init_result.scheduler_infos[0])
@@ -125,7 +124,8 @@ class Host:
             receiving = self._receive()
             self._ready.set_result(None)
             while not self._stopping.is_set():
-                await asyncio.wait({receiving}, timeout=WATCH_PERIOD_S)
+                # Not for `receiving` itself: once it has ended, that would no longer wait.
+                await asyncio.sleep(WATCH_PERIOD_S)
                 self._look(receiving, children)
         finally:
             self._loop = None
