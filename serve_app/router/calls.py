@@ -33,7 +33,7 @@ class Calls:
     ) -> None:
         self._loop, self._ask_every_s, self._answer_within_s = loop, ask_every_s, answer_within_s
         self._running: dict[str, set[Any]] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     def sent(self, name: str, call: Any) -> None:
         self._running.setdefault(name, set()).add(call)
@@ -59,10 +59,10 @@ class Calls:
 
     def watch(self, name: str, replica: RunningReplica) -> None:
         """Serve lists it no longer: it finishes what it has, or is dead."""
-        if self.of(name):
+        if self.of(name) and name not in self._watches:
             task = self._loop.create_task(self._until_ended(name, replica))
-            self._watches.add(task)
-            task.add_done_callback(self._watches.discard)
+            self._watches[name] = task
+            task.add_done_callback(lambda _: self._watches.pop(name))
 
     async def _until_ended(self, name: str, replica: RunningReplica) -> None:
         while self.of(name):

@@ -64,6 +64,17 @@ async def test_calls_of_a_replica_that_fell_silent_end_once_it_is_dead() -> None
     assert actor.asked == 3
 
 
+async def test_a_replica_is_watched_once_however_often_it_leaves() -> None:
+    calls, (call,) = make("a")
+    actors: list[Any] = [Actor(1), Actor(1)]
+    for actor in actors:
+        calls.watch("a", actor)
+    await asyncio.sleep(0.05)
+    assert actors[0].asked > 0 and actors[1].asked == 0
+    call.set_result(None)
+    await asyncio.sleep(0.05)
+
+
 async def test_a_replica_without_calls_is_not_watched() -> None:
     calls, _ = make()
     actor: Any = Actor(ActorDiedError())
