@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from serve_app.config import IngressConfig
 from serve_app.engines.base import ModelInfo
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError, Unsupported
 from serve_app.ingress.backend import Backend
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job, Progress, merge
@@ -51,11 +51,13 @@ class Failover:
         client already has a part of the answer. The reader's deadline bounds everything.
 
         Raises:
-            NotReady (`replica_lost`, `aborted`) where the job may not go on; EngineFailed (`replica_lost`, not to be
-            retried) where it lost more replicas than policy allows; whatever the backend raises otherwise.
+            NotReady (`replica_lost`, `aborted`) where the job may not go on, or the engine cannot; EngineFailed
+            (`replica_lost`, not to be retried) where it lost more replicas than policy allows; whatever the backend
+            raises otherwise.
         """
         parts: list[Progress] = []
         lost, wait_s, begun = 0, 0.0, False
+        loss: ServeError | None = None
         while True:
             sent = merge(job.choices, parts) if parts else ()
             try:
@@ -71,11 +73,15 @@ class Failover:
                 return
             except ServeError as error:
                 if error.code in LOST_CODES:
-                    lost, wait_s = lost + 1, FIRST_WAIT_S
+                    loss, lost, wait_s = error, lost + 1, FIRST_WAIT_S
                     self._go_on(error, lost, not parts or may_resume(job, info, self.policy))
                     logger.warning("request %s lost its replica (%s), resuming: %d", job.id, error.code, lost)
                 elif lost and isinstance(error, (Overloaded, NotReady)):
                     wait_s = min(max(2 * wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
+                elif loss is not None and isinstance(error, Unsupported):
+                    # Its engine cannot go on behind such an answer: what the client sees is the loss.
+                    self.metrics.resumes.labels("refused").inc()
+                    raise loss from None
                 else:
                     raise
             await asyncio.sleep(wait_s)

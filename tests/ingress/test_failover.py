@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError, Unsupported
 from serve_app.ingress.failover import may_resume
 from serve_app.ingress.generation import Gateway
 from serve_app.protocol import Item, Job
@@ -163,6 +163,13 @@ async def test_a_replica_that_stops_hands_its_streams_on() -> None:
     aborted = NotReady("stopping", code="aborted")
     response, _, _ = await run(stream("a b c d delay=0.01"), [2], {0: aborted})
     assert events(response)[-1]["usage"]["completion_tokens"] == 4
+
+
+async def test_where_an_engine_cannot_go_on_the_client_sees_the_loss() -> None:
+    unable = Unsupported("not behind penalties", param="emitted")
+    response, backend, gateway = await run(stream("a b c d delay=0.01"), [2, 0], {1: unable})
+    assert events(response)[-1]["error"]["code"] == "replica_lost" and len(backend.jobs) == 2
+    assert outcomes(gateway) == {"resumed": 0, "refused": 1, "exhausted": 0}
 
 
 async def test_while_the_others_are_full_a_resumed_stream_waits() -> None:
