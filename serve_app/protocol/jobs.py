@@ -114,12 +114,15 @@ def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messag
 
 
 def _json_schema(wanted: ResponseFormat | None, info: ModelInfo) -> str | None:
-    """What the answer must be a document of. Raises Unsupported where no grammar is enforced."""
+    """What the answer must be a document of. Raises Unsupported where no grammar is enforced, InvalidRequest."""
     if wanted is None or isinstance(wanted, TextFormat):
         return None
     if not info.grammars:
         raise Unsupported("response_format other than text is not offered by this engine.", param="response_format")
-    return json.dumps(wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"})
+    try:
+        return json.dumps(wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"})
+    except RecursionError:
+        raise InvalidRequest("response_format is nested too deeply.", param="response_format") from None
 
 
 def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int, max_prompts: int) -> Job:

@@ -107,6 +107,19 @@ def test_a_response_format_is_the_engines_json_schema(wanted: dict[str, Any], sc
     assert job.requests[0].sampling.json_schema == schema
 
 
+def test_a_schema_too_deep_to_be_written_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(2000):
+        schema = {"not": schema}
+    wire = ChatRequest.model_validate(
+        {"model": "m", "messages": [USER],
+         "response_format": {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}}
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest) as caught:
+        chat_job(wire, replace(INFO, grammars=True), max_choices=4, max_messages=3)
+    assert caught.value.param == "response_format"
+
+
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 def test_a_response_format_without_grammars_is_refused(kind: str) -> None:
     more = {"json_schema": {"name": "x", "schema": {}}} if kind == "json_schema" else {}
