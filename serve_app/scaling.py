@@ -51,13 +51,13 @@ class FirstTokens:
         self._waiting[key] = self._clock()
 
     def came(self, key: object) -> None:
-        """Its first token, or an error instead."""
+        """Its first token."""
         since = self._waiting.pop(key, None)
         if since is not None:
             self._seen.append((self._clock(), self._clock() - since))
 
     def left(self, key: object) -> None:
-        """It will wait no longer."""
+        """It waits no longer; one that failed before its first token says nothing."""
         self._waiting.pop(key, None)
 
     def late(self) -> float | None:
