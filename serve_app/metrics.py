@@ -41,7 +41,8 @@ class LoadMetrics:
         self._model = model
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, ("model",), registry=registry)
+            # The mode matters where values live in files: only living processes count, without a label of their own.
+            return Gauge(name, help, ("model",), registry=registry, multiprocess_mode="livesum")
 
         self._requests = Counter(
             "ddtree_requests_total",
@@ -90,7 +91,6 @@ class StepMetrics:
             return Counter(name, help, ("model", *labels), registry=registry)
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
-            # The mode matters where values live in files: only living processes count, without a label of their own.
             return Gauge(name, help, ("model", *labels), registry=registry, multiprocess_mode="livesum")
 
         self._acceptance = Histogram(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,10 @@ RAY_STARTS = 3
 FULL = os.environ.get("FULL_TESTS") == "1"
 full_only = pytest.mark.skipif(not FULL, reason="part of make test-full")
 FAKE_ENGINE = "tests.fake_engine:FakeEngine"
+
+# A shell that starts the tests in the background has them ignore it, and what they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ What this module does not do: find out that something is wrong; Serve's health c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,12 @@ class Calls:
 
     def sent(self, name: str, call: Any) -> None:
         self._running.setdefault(name, set()).add(call)
-        # From whichever thread it ends on.
-        call.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, name, call))
+        call.add_done_callback(lambda _: self._end_soon(name, call))
+
+    def _end_soon(self, name: str, call: Any) -> None:
+        """From whichever thread it ended on."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._ended, name, call)
 
     def of(self, name: str) -> int:
         return len(self._running.get(name, ()))

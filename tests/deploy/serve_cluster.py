@@ -78,6 +78,7 @@ def drained(before: list[str]) -> dict[str, Any]:
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "serve_app.drain", "--address", address, "--node-id", node, "--deadline", "120"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    until(lambda: bool(nodes_of("engine")), 60)  # Ray's list of actors follows a little later
     return {"code": done.returncode, "said": done.stderr[-500:], "engines": nodes_of("engine")}
 
 

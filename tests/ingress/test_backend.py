@@ -53,6 +53,9 @@ async def test_a_replica_that_still_loads_is_not_waited_for_without_end() -> Non
 class Loading:
     """A handle whose calls are never answered."""
 
+    def options(self, **options: object) -> "Loading":
+        return self
+
     @property
     def info(self) -> "Loading":
         return self

@@ -63,6 +63,7 @@ class Stepper:
         pieces = self.scheduler.prefill()
         if pieces:
             self._guarded([piece.sequence for piece in pieces], lambda: self._prefill(pieces))
+            self._report_load()  # whoever has its first token is seen to run
             deliver()
         ready = self.scheduler.decode()
         if ready:

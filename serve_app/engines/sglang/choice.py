@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from serve_app.engines.base import Chunk, FinishReason, TokenLogprob, Usage
+from serve_app.engines.base import Chunk, FinishReason, SamplingParams, TokenLogprob, Usage
 from serve_app.engines.local.stopping import Ending, TextStream
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
@@ -26,16 +26,24 @@ class Choice:
 
     Args:
         index: which of the request's choices. rid: SGLang's id of it. prompt: tokens of its prompt. text: its text, fed
-            here. logprobs: alternatives per token, None for none.
+            here. logprobs: alternatives per token, None for none. param: the field to name where SGLang's scheduler
+            refuses the request, None where it may be any.
 
     Attributes:
         over: its last chunk was made; what SGLang still sends is of no interest.
     """
 
     def __init__(
-        self, index: int, rid: str, prompt: int, text: TextStream, vocabulary: Vocabulary, logprobs: int | None
+        self,
+        index: int,
+        rid: str,
+        prompt: int,
+        text: TextStream,
+        vocabulary: Vocabulary,
+        logprobs: int | None,
+        param: str | None = None,
     ) -> None:
-        self.rid = rid
+        self.rid, self.param = rid, param
         self.over = False
         self._index, self._prompt, self._text = index, prompt, text
         self._vocabulary, self._logprobs = vocabulary, logprobs
@@ -83,7 +91,7 @@ class Choice:
         if status is None:
             return self.aborted()
         self.over = True
-        raise refusal(int(status), str(finish.get("message") or ""))
+        raise refusal(int(status), str(finish.get("message") or ""), self.param)
 
     def _usage(self) -> Usage:
         return Usage(self._prompt, self._text.count, min(self._cached, self._prompt))
@@ -103,10 +111,15 @@ class Choice:
         return TokenLogprob(token, self._vocabulary.text_of(token), tuple(raw), float(logprob), top)
 
 
-def refusal(status: int, message: str) -> ServeError:
+def refused_field(params: SamplingParams) -> str | None:
+    """What SGLang refuses when it refuses a request that passed our own checks: a grammar, where there is one."""
+    return None if params.json_schema is None else "response_format"
+
+
+def refusal(status: int, message: str, param: str | None) -> ServeError:
     """The error of a request that SGLang's scheduler did not take or could not finish."""
     if status == HTTPStatus.BAD_REQUEST:
-        return InvalidRequest(f"SGLang refused the request: {message[:_MESSAGE_CHARS]}")
+        return InvalidRequest(f"SGLang refused the request: {message[:_MESSAGE_CHARS]}", param=param)
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return Overloaded("the engine's queue is full", retry_after=1)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:

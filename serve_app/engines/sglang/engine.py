@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Sequence as Seq
 from http import HTTPStatus
 from typing import Any
@@ -28,7 +28,7 @@ from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.limits import bounded_tokens, check_sampling
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.sglang.arguments import environment
-from serve_app.engines.sglang.choice import Choice, refusal
+from serve_app.engines.sglang.choice import Choice, refusal, refused_field
 from serve_app.engines.sglang.exposition import OwnSeries
 from serve_app.engines.sglang.host import Host
 from serve_app.engines.sglang.loading import Parts, parts_of, prepare
@@ -177,7 +177,7 @@ class SglangEngine:
             async for output in host.manager.generate_request(GenerateReqInput(**asked), None):
                 if choice.over:
                     continue
-                if (chunk := choice.feed(output)) is not None:
+                if (chunk := _fed(choice, output)) is not None:
                     submission.send(chunk)
                 if choice.over and output["meta_info"]["finish_reason"] is None:
                     host.manager.abort_request(choice.rid)
@@ -188,7 +188,7 @@ class SglangEngine:
         except ValueError as error:
             if not choice.over:  # else it is how an abort ends that came before the scheduler had the request
                 choice.over = True
-                submission.send(refusal(HTTPStatus.BAD_REQUEST, str(error)))
+                submission.send(refusal(HTTPStatus.BAD_REQUEST, str(error), choice.param))
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.token_ids:
@@ -288,7 +288,15 @@ def _choice(
         seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % 2**63
     sampling = sampling_params(params, max_tokens - len(emitted), seed)
     asked = generation(rid, [*prompt, *emitted], sampling, params.logprobs)
-    return Choice(index, rid, len(prompt), text, parts.vocabulary, params.logprobs), asked
+    return Choice(index, rid, len(prompt), text, parts.vocabulary, params.logprobs, refused_field(params)), asked
+
+
+def _fed(choice: Choice, output: Mapping[str, Any]) -> Chunk | None:
+    """`Choice.feed`; only SGLang's own ValueErrors are refusals."""
+    try:
+        return choice.feed(output)
+    except ValueError as error:
+        raise EngineFailed("SGLang's output could not be read") from error
 
 
 async def _probe(host: Host, asked: dict[str, Any]) -> int:

@@ -55,6 +55,7 @@ class Host:
         self._before: set[BaseProcess] = set()
         self._ready: Future[None] = Future()
         self._stopping = threading.Event()
+        self._blind = False
         self._thread = threading.Thread(target=self._run, name="sglang", daemon=True)
         self._engine: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,7 +147,12 @@ class Host:
         for child in children:
             if child.exitcode is not None:
                 return self._die(f"SGLang's process {child.name} ended with exit code {child.exitcode}")
-        self._on_watch()
+        try:
+            self._on_watch()
+        except Exception:  # it generates all the same
+            if not self._blind:
+                logger.exception("SGLang's load cannot be read")
+            self._blind = True
         return None
 
     def _die(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from serve_app.engines.base import Chunk, SamplingParams
 from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.local.vocabulary import Vocabulary
-from serve_app.engines.sglang.choice import Choice
+from serve_app.engines.sglang.choice import Choice, refused_field
 from serve_app.errors import EngineFailed, InvalidRequest, Overloaded, ServeError
 from tests.engines.local.conftest import write_tokenizer
 
@@ -29,7 +29,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 def choice(vocabulary: Vocabulary, max_tokens: int = 100, **sampling: Any) -> Choice:
     params = SamplingParams(**sampling)
     text = TextStream(params, make_detokenizer(vocabulary), max_tokens, {END})
-    return Choice(0, "rid", 5, text, vocabulary, params.logprobs)
+    return Choice(0, "rid", 5, text, vocabulary, params.logprobs, refused_field(params))
 
 
 def ids(text: str) -> list[int]:
@@ -103,3 +103,10 @@ def test_a_refusal_is_an_error(vocabulary: Vocabulary, status: int, error: type[
     with pytest.raises(error):
         made.feed(output([], {"type": "abort", "message": "no", "status_code": status}))
     assert made.over
+
+
+def test_a_refused_grammar_is_the_response_formats(vocabulary: Vocabulary) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        refused = {"type": "abort", "message": "no", "status_code": 400}
+        choice(vocabulary, json_schema="{}").feed(output([], refused))
+    assert caught.value.param == "response_format"

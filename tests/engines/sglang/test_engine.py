@@ -123,8 +123,9 @@ async def test_an_answer_follows_its_json_schema(engine: SglangEngine) -> None:
 
 
 async def test_a_wrong_json_schema_is_refused(engine: SglangEngine) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as caught:
         await ask(engine, request(json_schema='{"type": "no type"}'))
+    assert caught.value.param == "response_format"
     await idle(engine)
 
 
@@ -159,6 +160,16 @@ async def test_an_abort_ends_the_stream_and_frees_sglangs_state(engine: SglangEn
 async def test_a_reader_that_leaves_aborts(engine: SglangEngine) -> None:
     async with contextlib.aclosing(engine.submit(request(LONG, max_tokens=None, ignore_eos=True))) as chunks:
         await anext(chunks)
+    await idle(engine)
+
+
+async def test_a_reader_that_leaves_before_it_began_leaves_nothing(engine: SglangEngine) -> None:
+    chunks = engine.submit(request(LONG, max_tokens=None, ignore_eos=True))
+    first = asyncio.ensure_future(anext(chunks))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await chunks.aclose()
     await idle(engine)
 
 

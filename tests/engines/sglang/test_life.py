@@ -90,6 +90,7 @@ async def test_a_dead_scheduler_is_a_dead_engine_in_a_living_process(sglang_on_c
     assert caught.value.code == "replica_lost"
     with pytest.raises(EngineFailed, match="exit code"):
         await engine.health()
+    assert engine.stats().last_token_age_s is None  # so the watchdog asks at once
     with pytest.raises(NotReady):
         await anext(engine.submit(request()))
     await engine.stop()
