@@ -41,7 +41,8 @@ class LoadMetrics:
         self._model = model
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, ("model",), registry=registry)
+            # As in StepMetrics: where values live in files, no label of the process that wrote them.
+            return Gauge(name, help, ("model",), registry=registry, multiprocess_mode="livesum")
 
         self._requests = Counter(
             "ddtree_requests_total",
