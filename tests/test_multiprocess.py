@@ -1,5 +1,6 @@
 """Series that other processes wrote to files, as they appear on this process's page."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
-from serve_app.multiprocess import ENV_DIRECTORY, EngineFiles, fold_ended
+from serve_app.multiprocess import ENV_DIRECTORY, EngineFiles, _packed, fold_ended
 
 WRITER = """
 import sys
@@ -79,3 +81,44 @@ def test_without_a_directory_there_is_nothing(environ: dict[str, str]) -> None:
     registry = CollectorRegistry()
     registry.register(EngineFiles(environ))
     assert generate_latest(registry) == b""
+
+
+@pytest.mark.parametrize("name", ["counter_{}.db", "histogram_{}.db", "gauge_livesum_{}.db", "counter_ended.db"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0", b"\xff" * 200, b"\x40\0\0\0\0\0\0\0\x08\0\0\0notjson!", b"\x10\0\0\0\0\0\0\0\x04\0\0\0"]
+)
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_damaged_file_costs_its_own_series_only(
+    tmp_path: Path, write: Callable[[], subprocess.Popen[str]], name: str, damage: bytes, alive: bool
+) -> None:
+    end(write())
+    # The parent of this process lives as long as this one.
+    (tmp_path / name.format(os.getppid() if alive else 2**22 + 1)).write_bytes(damage)
+    for _ in range(2):
+        assert value(tmp_path, "ddtree_verify_steps_total") == 1
+
+
+def test_a_full_disk_costs_no_counts(
+    tmp_path: Path, write: Callable[[], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for _ in range(2):
+        end(write())
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        for _ in range(2):
+            assert value(tmp_path, "ddtree_verify_steps_total") == 2
+    assert value(tmp_path, "ddtree_verify_steps_total") == 2
+
+
+def test_the_folded_file_is_as_prometheus_client_writes_it(tmp_path: Path) -> None:
+    values = {mmap_key(f"n{'x' * i}", "n", ["l"], ["é"], "H."): i / 3 for i in range(9)}
+    theirs = MmapedDict(str(tmp_path / "theirs.db"))
+    for key, number in values.items():
+        theirs.write_value(key, number, 0.0)
+    theirs.close()
+    packed = _packed(values)
+    written = (tmp_path / "theirs.db").read_bytes()
+    assert written[: len(packed)] == packed and not any(written[len(packed) :])
