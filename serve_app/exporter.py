@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import ray
 from prometheus_client import CollectorRegistry, disable_created_metrics, start_http_server
+from prometheus_client.exposition import choose_encoder
 from ray import serve
 
 from serve_app.config import MetricsConfig
@@ -32,6 +33,8 @@ logger = logging.getLogger("ray.serve.ddtree.metrics")
 MISSED_HEARTBEATS = 3
 # Processes of one node that may export from a fixed port on.
 PORTS = 64
+# How long a connection to an exporter may say nothing.
+IDLE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,35 @@ def _listen(host: str, port: int, registry: CollectorRegistry) -> tuple[Any, thr
     """Serve `registry` on `port`, or on the next free one: processes of one node share the configuration."""
     for candidate in range(port, min(port + PORTS, 65536)) if port else (0,):
         try:
-            return start_http_server(candidate, addr=host, registry=registry)
+            server, thread = start_http_server(candidate, addr=host, registry=registry)
         except OSError as error:
             failure = error
+        else:
+            _harden(server)
+            return server, thread
     raise ConfigError(f"cannot listen on {host} from port {port} on: {failure}", param="metrics.port") from failure
+
+
+def _harden(server: Any) -> None:
+    """What prometheus_client's server takes on trust: the address is open to whoever reaches the node."""
+    application = server.get_app()
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except Exception:  # a version that is no number; text is what everybody reads
+            environ.pop("HTTP_ACCEPT")
+        return application(environ, start_response)
+
+    class Bounded(server.RequestHandlerClass):
+        timeout = IDLE_S  # each connection holds a thread and a descriptor
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # silent or gone: nothing to say, and nobody to tell
+                super().handle()
+
+    server.set_app(answer)
+    server.RequestHandlerClass = Bounded
 
 
 def _close(server: Any, thread: threading.Thread) -> None:

@@ -1,11 +1,14 @@
 """Who exports where, and reading their pages."""
 
 import asyncio
+import socket
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
+from serve_app import exporter
 from serve_app.exporter import PORTS, ExporterDirectory, Page, _close, _listen, scrape, target
 from tests.conftest import free_port
 
@@ -76,3 +79,37 @@ def test_processes_of_one_node_share_a_configured_port_range() -> None:
     finally:
         for server, thread in servers:
             _close(server, thread)
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    registry = CollectorRegistry()
+    Gauge("one", "One.", registry=registry).set(1)
+    server, thread = _listen("127.0.0.1", 0, registry)
+    yield f"http://127.0.0.1:{server.server_port}/metrics"
+    _close(server, thread)
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "", ";;;,,,", "*/*", "image/png;q=0", "text/plain;version=x", "application/openmetrics-text;version=abc",
+        "application/openmetrics-text;version", "application/openmetrics-text;version=1.0.0;escaping=none",
+    ],
+)  # fmt: skip
+def test_whatever_a_client_accepts_it_gets_the_page(listening: str, accept: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(listening, headers={"Accept": accept}), timeout=60) as answer:
+        assert b"one 1.0" in answer.read()
+
+
+def test_a_connection_that_says_nothing_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exporter, "IDLE_S", 0.1)
+    server, thread = _listen("127.0.0.1", 0, CollectorRegistry())
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as silent:
+            assert silent.recv(1) == b""
+    finally:
+        _close(server, thread)
+    assert capfd.readouterr().err == ""
