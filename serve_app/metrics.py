@@ -30,6 +30,11 @@ def exemplar(request_id: str) -> dict[str, str] | None:
     return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
 
 
+def _gauge(registry: CollectorRegistry, name: str, help: str, *labels: str) -> Gauge:
+    """The mode matters where values live in files: only living processes count, without a label of their own."""
+    return Gauge(name, help, ("model", *labels), registry=registry, multiprocess_mode="livesum")
+
+
 class LoadMetrics:
     """How full an engine is and how requests end, as the process that takes them sees it.
 
@@ -41,8 +46,7 @@ class LoadMetrics:
         self._model = model
 
         def gauge(name: str, help: str) -> Gauge:
-            # The mode matters where values live in files: only living processes count, without a label of their own.
-            return Gauge(name, help, ("model",), registry=registry, multiprocess_mode="livesum")
+            return _gauge(registry, name, help)
 
         self._requests = Counter(
             "ddtree_requests_total",
@@ -91,7 +95,7 @@ class StepMetrics:
             return Counter(name, help, ("model", *labels), registry=registry)
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
-            return Gauge(name, help, ("model", *labels), registry=registry, multiprocess_mode="livesum")
+            return _gauge(registry, name, help, *labels)
 
         self._acceptance = Histogram(
             "ddtree_acceptance_length",

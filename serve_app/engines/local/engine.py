@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, EngineStats, GenerateRequest, ModelInfo, SamplingParams
 from serve_app.engines.local.detokenizer import make_detokenizer
-from serve_app.engines.local.limits import bounded_tokens, check_sampling
+from serve_app.engines.local.limits import bounded_tokens, check_choices, check_sampling, check_tokens
 from serve_app.engines.local.loading import Parts, load
 from serve_app.engines.local.loop import StepLoop
 from serve_app.engines.local.penalties import LogitRules
@@ -129,9 +129,7 @@ class LocalEngine:
         with self._lock:
             if request_id in self._submissions:
                 raise InvalidRequest("a request with this id is already running", param="request_id")
-            most = self._config.engine.max_queued + self._config.engine.max_running
-            if wanted > most:  # not Overloaded: it would never fit
-                raise InvalidRequest(f"n may be at most {most}, the slots and the queue together", param="n")
+            check_choices(wanted, self._config.engine)
             if scheduler.queued + self._posted + wanted > self._config.engine.max_queued + scheduler.free:
                 raise Overloaded("the engine's queue is full", retry_after=1)
             if not loop.post(partial(self._add, parts, submission)):
@@ -214,8 +212,7 @@ class LocalEngine:
 
     async def detokenize(self, token_ids: Seq[int]) -> str:
         parts, _ = self._running()
-        if any(not 0 <= token < parts.vocab for token in token_ids):
-            raise InvalidRequest(f"token ids must be from 0 to {parts.vocab - 1}", param="tokens")
+        check_tokens(token_ids, parts.vocab)
         return await asyncio.to_thread(parts.vocabulary.decode, token_ids)
 
     def _running(self) -> tuple[Parts, StepLoop]:

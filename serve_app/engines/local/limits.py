@@ -5,6 +5,9 @@ What this module does not do: check types and ranges that hold for any model (th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from serve_app.config import EngineConfig
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 
@@ -42,3 +45,16 @@ def check_sampling(params: SamplingParams, vocab: int) -> None:
         raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
     if params.logprobs is not None and not 0 <= params.logprobs <= min(20, vocab):
         raise InvalidRequest("logprobs must be from 0 to 20", param="logprobs")
+
+
+def check_choices(choices: int, engine: EngineConfig) -> None:
+    """Raises InvalidRequest for more than would fit into an idle engine, where waiting would not help."""
+    most = engine.max_queued + engine.max_running
+    if choices > most:
+        raise InvalidRequest(f"n may be at most {most}, the slots and the queue together", param="n")
+
+
+def check_tokens(tokens: Sequence[int], vocab: int) -> None:
+    """Raises InvalidRequest for token ids to be made into text that this model lacks."""
+    if any(not 0 <= token < vocab for token in tokens):
+        raise InvalidRequest(f"token ids must be from 0 to {vocab - 1}", param="tokens")

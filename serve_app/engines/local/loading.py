@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer
 
 from serve_app.config import Config
+from serve_app.engines.drafter import drafter_path
 from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.drafter import Drafter, DrafterSpec
 from serve_app.engines.local.prompts import PromptRenderer
@@ -29,7 +30,7 @@ from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.errors import ConfigError
 from serve_app.graphs import FallbackReason
 from serve_app.metrics import EngineMetrics
-from serve_app.models import ModelFiles, resolve, resolve_drafter
+from serve_app.models import ModelFiles, resolve
 
 _ALIGNMENT = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,7 +107,7 @@ def _models(config: Config, files: ModelFiles) -> _Models:
     context = _context(config, target_config)
     checkpoint = Checkpoint(files.path, device, dtype, param="model.source")
     spec = drafter_files = None
-    if (where := _drafter(config, files)) is not None:
+    if (where := drafter_path(config, files)) is not None:
         drafter_files = Checkpoint(where, device, dtype, param="model.drafter")
         spec = DrafterSpec.read(drafter_files.config)
     plan = TreePlan(config.speculation, spec.block_size, device) if spec else None
@@ -119,17 +120,6 @@ def _models(config: Config, files: ModelFiles) -> _Models:
         spec.check_target(target.shape)
         drafter = Drafter(drafter_files, spec, capacity)
     return _Models(target, target_config, drafter, plan, context, capacity)
-
-
-def _drafter(config: Config, files: ModelFiles) -> Path | None:
-    """Where the drafter lies that the configuration calls for, None to decode without."""
-    method = config.speculation.method
-    # The budget is the tree's; a chain is as long as the block.
-    drafts = method == "chain" or (method == "ddtree" and config.speculation.budget != 0)
-    where = resolve_drafter(config.model.drafter, files) if drafts else None
-    if where is None and method == "chain":
-        raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
-    return where
 
 
 def _runner(config: Config, models: _Models, metrics: EngineMetrics | None) -> ModelRunner:

@@ -31,11 +31,12 @@ def token_logprobs(
         if alternatives:
             values, ids = row.topk(alternatives)
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
-            top = tuple(_entry(vocabulary, other, value) for other, value in pairs)
-        entries.append(_entry(vocabulary, token, float(row[token]), top))
+            top = tuple(token_entry(vocabulary, other, value) for other, value in pairs)
+        entries.append(token_entry(vocabulary, token, float(row[token]), top))
     return tuple(entries)
 
 
-def _entry(vocabulary: Vocabulary, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+def token_entry(vocabulary: Vocabulary, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+    """One token as it is reported: its text, and its bytes where it is no special token."""
     raw = b"" if vocabulary.is_special(token) else vocabulary.bytes_of(token)
     return TokenLogprob(token, vocabulary.text_of(token), tuple(raw), logprob, top)

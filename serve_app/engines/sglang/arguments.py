@@ -100,11 +100,6 @@ def environment(config: Config) -> dict[str, str]:
     }
 
 
-def wants_drafter(config: Config) -> bool:
-    method, budget = config.speculation.method, config.speculation.budget
-    return method == "chain" or (method == "ddtree" and budget != 0)
-
-
 def check_names(given: Collection[str], known: Collection[str]) -> None:
     """Raises ConfigError for the first name that is decided elsewhere, fixed, or unknown to SGLang."""
     for name in given:

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from serve_app.engines.base import Chunk, FinishReason, SamplingParams, TokenLogprob, Usage
+from serve_app.engines.local.logprobs import token_entry
 from serve_app.engines.local.stopping import Ending, TextStream
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
@@ -107,8 +108,7 @@ class Choice:
         )
 
     def _entry(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        raw = b"" if self._vocabulary.is_special(token) else self._vocabulary.bytes_of(token)
-        return TokenLogprob(token, self._vocabulary.text_of(token), tuple(raw), float(logprob), top)
+        return token_entry(self._vocabulary, token, float(logprob), top)
 
 
 def refused_field(params: SamplingParams) -> str | None:

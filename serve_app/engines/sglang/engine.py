@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, EngineStats, GenerateRequest, ModelInfo
 from serve_app.engines.local.detokenizer import make_detokenizer
-from serve_app.engines.local.limits import bounded_tokens, check_sampling
+from serve_app.engines.local.limits import bounded_tokens, check_choices, check_sampling, check_tokens
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.sglang.arguments import environment
 from serve_app.engines.sglang.choice import Choice, refusal, refused_field
@@ -159,10 +159,9 @@ class SglangEngine:
     def _admit(self, request_id: str, submission: Submission) -> None:
         if request_id in self._submissions:
             raise InvalidRequest("a request with this id is already running", param="request_id")
-        most = self._config.engine.max_queued + self._config.engine.max_running
-        if submission.open > most:  # not Overloaded: it would never fit
-            raise InvalidRequest(f"n may be at most {most}, the slots and the queue together", param="n")
-        if self._in_flight() + submission.open > most:
+        engine = self._config.engine
+        check_choices(submission.open, engine)
+        if self._in_flight() + submission.open > engine.max_queued + engine.max_running:
             raise Overloaded("the engine's queue is full", retry_after=1)
         self._submissions[request_id] = submission
 
@@ -262,8 +261,7 @@ class SglangEngine:
 
     async def detokenize(self, token_ids: Seq[int]) -> str:
         _, parts = self._running()
-        if any(not 0 <= token < parts.vocab for token in token_ids):
-            raise InvalidRequest(f"token ids must be from 0 to {parts.vocab - 1}", param="tokens")
+        check_tokens(token_ids, parts.vocab)
         return await asyncio.to_thread(parts.vocabulary.decode, token_ids)
 
     def _running(self) -> tuple[Host, Parts]:

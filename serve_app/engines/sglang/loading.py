@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.config import Config
+from serve_app.engines.drafter import drafter_path
 from serve_app.engines.local.prompts import PromptRenderer
 from serve_app.engines.local.token_floor import TokenFloor
 from serve_app.engines.local.vocabulary import Vocabulary
-from serve_app.engines.sglang.arguments import server_arguments, wants_drafter
+from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.requests import Offer
 from serve_app.errors import ConfigError
-from serve_app.models import resolve, resolve_drafter
+from serve_app.models import resolve
 
 # SGLang 0.5.17 stops two tokens before the end of the context.
 _CONTEXT_KEPT = 2
@@ -55,10 +56,7 @@ def prepare(config: Config) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
 
     files = resolve(config.model.source)
-    drafter = resolve_drafter(config.model.drafter, files) if wants_drafter(config) else None
-    if drafter is None and config.speculation.method == "chain":
-        raise ConfigError("speculation.method chain needs a drafter; none fits the model", param="model.drafter")
-    return server_arguments(config, files.path, drafter, ServerArgs.__dataclass_fields__)
+    return server_arguments(config, files.path, drafter_path(config, files), ServerArgs.__dataclass_fields__)
 
 
 def parts_of(manager: Any, info: dict[str, Any]) -> Parts:
