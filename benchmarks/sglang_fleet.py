@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -65,7 +66,8 @@ def engine_arguments(model: str, drafter: str, mode: str, **changes: Any) -> dic
 
 
 class Child:
-    """A running engine process. `log` gets everything it prints. `program`: another one of the same protocol."""
+    """A running engine process. `log` gets everything it prints. `program`: another one of the same
+    protocol, as the interpreter is given it."""
 
     def __init__(
         self,
@@ -73,13 +75,13 @@ class Child:
         arguments: dict[str, Any],
         log: Path,
         env: dict[str, str] | None = None,
-        program: Path = ROOT / "benchmarks" / "sglang_child.py",
+        program: Sequence[str] = (str(ROOT / "benchmarks" / "sglang_child.py"),),
     ) -> None:
         self.name = name
         self.start_s: float | None = None
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-u", str(program), json.dumps(arguments)],
+            [sys.executable, "-u", *program, json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT,
             env={**os.environ, **(env or {})}, start_new_session=True,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """`python -m deploy.gpu_e2e --model DIR`: serve, measure and break the whole stack, and write one report.
 
-`tests/gpu/run_sglang.sh python3 -m deploy.gpu_e2e …` prepares the environment first (docs/sglang.md). Writes report.json,
-report.md and logs.tar.xz into --out; the report is there after every stage. Exit code 0 when every stage came to its end,
-1 when one failed; missed targets are in the report.
+`tests/gpu/run_sglang.sh python3 -m deploy.gpu_e2e …` prepares the environment first (docs/sglang.md). Writes
+report.json, report.md and logs.tar.xz into --out; the report is there after every stage. Exit code 0 when every stage
+came to its end, 1 when one failed; missed targets are in the report.
 """
 
 from __future__ import annotations

@@ -154,9 +154,8 @@ def an_answer_ends_at_its_end_token(s: Server) -> None:
 
 def characters_are_whole_in_streams(s: Server) -> None:
     """github.com/ai-dynamo/dynamo/pull/12688: U+FFFD where a character is split over chunks."""
-    messages = say(
-        "Repeat exactly: \U0001f30d\U0001f680 \u65e5\u672c\u8a9e \u00e9\u00e8 \U0001f468\u200d\U0001f469\u200d\U0001f467"
-    )
+    emoji = "\U0001f30d\U0001f680 \U0001f468\u200d\U0001f469\u200d\U0001f467"
+    messages = say(f"Repeat exactly: {emoji} \u65e5\u672c\u8a9e \u00e9\u00e8")
     for limit in (40, 41, 42, 43):
         whole = s.text(messages, max_tokens=limit)
         assert s.stream(messages, max_tokens=limit) == whole

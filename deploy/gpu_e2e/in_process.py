@@ -17,10 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)  # not this folder, whose names are plain
 
 from deploy.gpu_e2e.closed_loop import Timing, closed_loop
 from serve_app.config import load_config

@@ -20,7 +20,6 @@ from deploy.gpu_e2e import panels, report, settings, stages
 from deploy.gpu_e2e.application import Application
 from deploy.gpu_e2e.settings import Machine
 
-HERE = Path(__file__).resolve().parent
 # Kept for ending processes and packing logs.
 CLOSING_S = 30.0
 LOG_BYTES = 14_000_000
@@ -66,7 +65,7 @@ class Phase:
         self.began = time.monotonic()
         self.app = Application(self.name, self.tree, self.nodes, logs)
         if self.beside:
-            log, program = logs / f"{self.name}-in-process.log", HERE / "in_process.py"
+            log, program = logs / f"{self.name}-in-process.log", ("-m", "deploy.gpu_e2e.in_process")
             self.child = Child(f"{self.name} in process", self.tree, log, program=program)
 
     def close(self, logs: Path) -> None:
