@@ -100,8 +100,10 @@ class Application:
         return self._cluster.pid
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Raises NotStarted, when it ended or is not ready in time."""
+        """Raises NotStarted, when it ended or is not ready in time. Once it was, returns at once."""
         end = time.monotonic() + timeout_s
+        if self.start_s:
+            return
         while get(f"{self.url}/ready", 10) is None:
             late = time.monotonic() > end
             ended = self._launch is not None and self._launch.poll() is not None

@@ -71,8 +71,8 @@ def http_stream(session: Any, url: str, model: str, questions: Sequence[str], to
                 if not line.startswith(b"data: "):
                     continue
                 if line.startswith(b"data: [DONE]"):
-                    done = True
-                    break
+                    done = True  # and on to the end of the body, so that the connection can serve again
+                    continue
                 now = time.perf_counter()
                 event = orjson.loads(line[6:])
                 if "error" in event:

@@ -1,7 +1,8 @@
 """A Ray cluster of this run's own, as a process: `python -m deploy.gpu_e2e.cluster SPEC`.
 
-SPEC is JSON: {"temp_dir": …, "nodes": [{"num_cpus": …, "num_gpus": …, "env": {…}}, …]}; the first node is the head. Several nodes of one machine stand for several machines. Prints one line, {"address": …}, and ends the cluster
-when its standard input closes.
+SPEC is JSON: {"temp_dir": …, "nodes": [{"num_cpus": …, "num_gpus": …, "env": {…}}, …]}; the first node is the head.
+Several nodes of one machine stand for several machines. Prints one line, {"address": …}, and ends the cluster when its
+standard input closes.
 
 What this module does not do: join or touch any other cluster.
 """
@@ -35,7 +36,7 @@ def main() -> None:
 def _add(cluster: Any, node: dict[str, Any], first: dict[str, Any]) -> None:
     options = {
         "num_cpus": node["num_cpus"], "num_gpus": node["num_gpus"],
-        "env_vars": node.get("env") or None, "node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES,
+        "env_vars": node.get("env") or None, "object_store_memory": STORE_BYTES,
     }  # fmt: skip
     for attempt in range(1, ATTEMPTS + 1):
         try:

@@ -11,7 +11,7 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,28 +47,42 @@ class Options:
 
 @dataclass
 class Phase:
-    """An application, with the engine in process beside it if its mode is measured; `start` returns at once."""
+    """An application, with the engine in process beside it if its mode is measured; `start` returns at once.
+    `early`: it starts together with the phase before it."""
 
     name: str
     tree: dict[str, Any]
     nodes: list[dict[str, Any]]
     beside: bool
     stages: Sequence[str]
+    early: bool = False
     app: Application | None = None
     child: Child | None = None
-    began: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
+    closed: bool = False
 
     def start(self, logs: Path) -> None:
         if self.app is not None:
             return
-        self.began = time.monotonic()
         self.app = Application(self.name, self.tree, self.nodes, logs)
         if self.beside:
             log, program = logs / f"{self.name}-in-process.log", ("-m", "deploy.gpu_e2e.in_process")
             self.child = Child(f"{self.name} in process", self.tree, log, program=program)
 
+    def settle(self, timeout_s: float) -> str:
+        """Wait until application and child have started, or failed."""
+        assert self.app is not None
+        try:
+            self.app.wait_ready(timeout_s)
+            if self.child is not None and self.child.start_s is None:
+                self.child.wait_ready(timeout_s)
+        except RuntimeError as error:
+            return f"{error}"[:200]
+        return "started"
+
     def close(self, logs: Path) -> None:
+        if self.closed:
+            return
+        self.closed = True
         if self.child is not None:
             self.child.close()
         if self.app is not None:
@@ -100,32 +114,41 @@ class Run:
         signal.signal(signal.SIGTERM, _ring)
         try:
             for number, phase in enumerate(phases):
-                following = phases[number + 1] if number + 1 < len(phases) else None
-                self._phase(phase, following)
+                self._phase(phase, phases[number + 1 :])
         except OutOfTime:
             self.report["facts"]["cut"] = "the run's time was over"
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._close()
 
-    def _phase(self, phase: Phase, following: Phase | None) -> None:
+    def _phase(self, phase: Phase, following: Sequence[Phase]) -> None:
         if self.left() < 20:
             self._note(f"{phase.name}-start", {"failed": "no time left"}, 0.0)
             return
-        self._start(phase)
+        self._start([phase, *following])
         if self._stage(f"{phase.name}-start", lambda: self._ready(phase), self._options.ready_s):
+            self._settle()
             before = panels.scrape(phase.app.url) if phase.app and "panels" in phase.stages else {}
             for name in phase.stages:
-                if following is not None and name in PRESTART:
+                if name in PRESTART:
                     # What follows here is not timed: the next engine may take its share of the CPU.
                     self._start(following)
                 self._stage(name, lambda name=name: self._do(name, phase, before), LIMITS_S.get(name, 150.0))
         phase.close(self._logs)
 
-    def _start(self, phase: Phase) -> None:
-        if phase not in self._started:
-            self._started.append(phase)
-            phase.start(self._logs)
+    def _start(self, phases: Sequence[Phase]) -> None:
+        """The first of them, and those that start with it."""
+        for number, phase in enumerate(phases):
+            if number and not phase.early:
+                return
+            if phase not in self._started:
+                self._started.append(phase)
+                phase.start(self._logs)
+
+    def _settle(self) -> None:
+        """Until nothing else starts any more, which would take the CPU from what is timed; within bounds."""
+        others = [phase for phase in self._started if not phase.closed]
+        self._stage("settle", lambda: {phase.name: phase.settle(90.0) for phase in others}, 100.0)
 
     def _ready(self, phase: Phase) -> dict[str, Any]:
         assert phase.app is not None
@@ -133,7 +156,8 @@ class Run:
         phase.app.wait_ready(end - time.monotonic())
         found: dict[str, Any] = {"http_s": phase.app.start_s}
         if phase.child is not None:
-            phase.child.wait_ready(max(1.0, end - time.monotonic()))
+            if phase.child.start_s is None:
+                phase.child.wait_ready(max(1.0, end - time.monotonic()))
             found["in_process_s"] = phase.child.start_s
         if "panels" in phase.stages:
             data = self._options.work / "prometheus"
@@ -199,7 +223,7 @@ class Run:
 # Seconds, where a stage may take more than usual.
 LIMITS_S = {"throughput": 240.0, "ar": 150.0, "dflash": 150.0, "tp2": 200.0}
 # Stages before which the next phase may start.
-PRESTART = ("openai",)
+PRESTART = ("openai", "kill")
 
 
 def _ring(*_: object) -> None:
@@ -235,9 +259,10 @@ def phases(machine: Machine, wanted: Sequence[str]) -> list[Phase]:
         # Two replicas on one GPU, so that there is somewhere to go on.
         tree = settings.tree(machine, "ddtree", replicas=2, num_gpus=0.5)
         found.append(Phase("two", tree, one, False, ["kill"]))
-    found += [
-        Phase(mode, settings.tree(machine, mode), one, True, [mode]) for mode in ("ar", "dflash") if mode in wanted
-    ]
+    for mode in ("ar", "dflash"):
+        if mode in wanted:
+            tree = settings.tree(machine, mode)
+            found.append(Phase(mode, tree, one, True, [mode], early=mode == "dflash" and "ar" in wanted))
     if "nodes" in wanted and (machine.gpus >= 2 or machine.cpu):
         nodes = [
             {"num_cpus": cpus // 2, "num_gpus": min(1, machine.gpus), "env": {"CUDA_VISIBLE_DEVICES": str(gpu)}}

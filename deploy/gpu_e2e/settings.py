@@ -19,7 +19,7 @@ ON_A_GPU: dict[str, Any] = {
 # As tests/engines/sglang/conftest.py.
 ON_A_CPU: dict[str, Any] = {
     "sampling_backend": "pytorch", "grammar_backend": "llguidance", "disable_overlap_schedule": True,
-    "random_seed": 1, "skip_server_warmup": True, "max_total_tokens": 16384,
+    "random_seed": 1, "skip_server_warmup": True, "sleep_on_idle": True, "max_total_tokens": 16384,
 }  # fmt: skip
 
 
@@ -58,7 +58,10 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
         },
         "speculation": {"method": METHODS[mode] if drafts else "none", "budget": machine.budget},
         "engine": {"kind": "sglang", "max_running": machine.streams, "max_queued": 512},
-        "sglang": {"attention_backend": "torch_native" if cpu else "triton", "server_args": arguments},
+        "sglang": {
+            "attention_backend": "torch_native" if cpu else "triton", "mem_fraction_static": None if cpu else 0.8,
+            "server_args": arguments,
+        },
         # Kernels may be compiled at the first request of their kind, on slow cores: that is no stuck engine.
         "replica": {
             "num_replicas": replicas, "num_cpus": 1, "num_gpus": 0 if cpu else num_gpus, "stuck_after_s": 60,
