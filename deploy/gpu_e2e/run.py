@@ -66,7 +66,9 @@ class Phase:
         self.app = Application(self.name, self.tree, self.nodes, logs)
         if self.beside:
             log, program = logs / f"{self.name}-in-process.log", ("-m", "deploy.gpu_e2e.in_process")
-            self.child = Child(f"{self.name} in process", self.tree, log, program=program)
+            # As many threads as Ray leaves a replica of one CPU.
+            threads = {"OMP_NUM_THREADS": "1"}
+            self.child = Child(f"{self.name} in process", self.tree, log, threads, program)
 
     def settle(self, timeout_s: float) -> str:
         """Wait until application and child have started, or failed."""

@@ -223,7 +223,7 @@ def test_targets_are_judged_and_what_was_not_measured_is_neither() -> None:
     stages: dict[str, Any] = {
         "throughput": {
             "levels": {"1": level(96, 100, 2.0), "16": level(94, 100, 3.5), "64": {"compared": report.compare({}, {})}},
-            "http_counters": {"fallbacks": {"target/bs_exceeds_max": 2.0}},
+            "http_counters": {"replays": 90, "fallbacks": {"target/bs_exceeds_max": 2.0}},
         },
         "panels": {"without_data": {}},
     }
@@ -232,6 +232,13 @@ def test_targets_are_judged_and_what_was_not_measured_is_neither() -> None:
         (0.96, True), (0.94, False), (None, None), (2.0, True), (3.5, False), (None, None), (2.0, False), (0, True),
     ]  # fmt: skip
     assert {row["met"] for row in report.targets({"stages": {}})} == {None}
+
+
+@pytest.mark.parametrize(("replays", "met"), [(0, None), (5, True)])
+def test_no_fallback_among_no_forwards_proves_nothing(replays: int, met: bool | None) -> None:
+    stages = {"throughput": {"levels": {}, "http_counters": {"replays": replays, "fallbacks": {}}}}
+    (row,) = [row for row in report.targets({"stages": stages}) if row["what"].startswith("fallbacks")]
+    assert row["met"] is met
 
 
 def test_the_page_shows_numbers_failures_and_misses(tmp_path: Path) -> None:
