@@ -131,7 +131,7 @@ class Application:
             except psutil.Error:
                 continue
 
-    def close(self, timeout_s: float = 25.0) -> None:
+    def close(self, timeout_s: float = 20.0) -> None:
         """End the launcher, the cluster, and whatever of theirs is left, by process id."""
         self._closing.set()
         self._note_processes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import signal
 import tarfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -105,6 +106,7 @@ class Run:
         options.out.mkdir(parents=True, exist_ok=True)
         self.report: dict[str, Any] = {"facts": facts, "targets": [], "stages": {}, "seconds": {}}
         self._started: list[Phase] = []
+        self._closing: list[threading.Thread] = []
         self._prometheus: panels.Prometheus | None = None
 
     def left(self) -> float:
@@ -113,7 +115,7 @@ class Run:
 
     def run(self, phases: Sequence[Phase]) -> None:
         signal.signal(signal.SIGALRM, _ring)
-        signal.signal(signal.SIGTERM, _ring)
+        signal.signal(signal.SIGTERM, self._terminate)
         try:
             for number, phase in enumerate(phases):
                 self._phase(phase, phases[number + 1 :])
@@ -122,6 +124,11 @@ class Run:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._close()
+
+    def _terminate(self, *_: object) -> None:
+        """No stage begins any more."""
+        self._end = time.monotonic()
+        raise OutOfTime
 
     def _phase(self, phase: Phase, following: Sequence[Phase]) -> None:
         if self.left() < 20:
@@ -136,7 +143,12 @@ class Run:
                     # What follows here is not timed: the next engine may take its share of the CPU.
                     self._start(following)
                 self._stage(name, lambda name=name: self._do(name, phase, before), LIMITS_S.get(name, 150.0))
-        phase.close(self._logs)
+        self._end_phase(phase)
+
+    def _end_phase(self, phase: Phase) -> None:
+        """In the background: the next one need not wait for it before it starts."""
+        self._closing.append(threading.Thread(target=phase.close, args=(self._logs,), daemon=True))
+        self._closing[-1].start()
 
     def _start(self, phases: Sequence[Phase]) -> None:
         """The first of them, and those that start with it."""
@@ -148,7 +160,8 @@ class Run:
                 phase.start(self._logs)
 
     def _settle(self) -> None:
-        """Until nothing else starts any more, which would take the CPU from what is timed; within bounds."""
+        """Until nothing else starts or ends any more, which would take the CPU from what is timed; within bounds."""
+        self._join_closing()
         others = [phase for phase in self._started if not phase.closed]
         self._stage("settle", lambda: {phase.name: phase.settle(90.0) for phase in others}, 100.0)
 
@@ -214,12 +227,19 @@ class Run:
         report.write(self.report, self._options.out)
 
     def _close(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends within CLOSING_S
         if self._prometheus is not None:
             self._prometheus.close()
         for phase in self._started:
-            phase.close(self._logs)
+            self._end_phase(phase)
+        self._join_closing()
         report.write(self.report, self._options.out)
         pack(self._logs, self._options.out / "logs.tar.xz", LOG_BYTES)
+
+    def _join_closing(self) -> None:
+        end = time.monotonic() + CLOSING_S
+        for thread in self._closing:
+            thread.join(max(0.1, end - time.monotonic()))
 
 
 # Seconds, where a stage may take more than usual.
