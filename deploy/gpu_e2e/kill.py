@@ -76,20 +76,19 @@ def resumes(url: str) -> dict[str, float]:
 
 
 def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float) -> dict[str, Any]:
-    """Read every question undisturbed, then again while the oldest engine below process `root` is killed.
+    """Read every question undisturbed, twice, then again while the oldest engine below process `root` is killed.
 
-    Returns a dictionary for the report: `identical` of `streams` texts, `resumed` answers, `problems`, `differing`, and
-    `healed_s`, the seconds until there were as many engines again (None where the time did not suffice).
+    Returns a dictionary for the report: `identical` of `streams` texts; `identical_undisturbed`, how many were the same
+    the second time, since batches differ in shape and near-ties fall anew; `resumed` answers; `problems`; `differing`;
+    and `healed_s`, the seconds until there were as many engines again (None where the time did not suffice).
     """
     end = time.monotonic() + left_s
-    before = [Reader(url, question, tokens, left_s) for question in questions]
-    read_all(before, left_s)
-    wrong = [reader.problem for reader in before if reader.problem]
-    if wrong:
-        raise RuntimeError(f"undisturbed streams failed: {wrong[:3]}")
-    counted, living, serving = resumes(url), engines(root), exporting(url)
-    if len(living) < 2:
-        raise RuntimeError(f"{len(living)} engine replicas live, two are needed")
+    while len(serving := exporting(url)) < 2:
+        if time.monotonic() > end - left_s / 2:
+            raise RuntimeError(f"{len(serving)} engine replicas serve, two are needed")
+        time.sleep(0.5)
+    before, control = (undisturbed(url, questions, tokens, end - time.monotonic()) for _ in range(2))
+    counted, living = resumes(url), engines(root)
     during = [Reader(url, question, tokens, left_s) for question in questions]
     while time.monotonic() < end and not all(reader.chunks >= 3 or not reader.is_alive() for reader in during):
         time.sleep(0.005)
@@ -101,11 +100,16 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
     found = {
         "streams": len(during),
         "identical": sum(one == other for one, other in texts),
+        "identical_undisturbed": sum(a.text == b.text for a, b in zip(before, control, strict=True)),
         "problems": [reader.problem for reader in during if reader.problem],
         "chunks_before_the_kill": progress,
         "whole_usage": all(reader.tokens == tokens for reader in during),
         "resumed": {name: n - counted.get(name, 0) for name, n in resumes(url).items()},
-        "differing": [_parting(one, other) for one, other in texts if one != other],
+        "differing": [
+            parting(url, question, one, other)
+            for question, (one, other) in zip(questions, texts, strict=True)
+            if one != other
+        ],
         "last_answer_after_s": round(time.monotonic() - killed, 2),
         "healed_s": None,
     }
@@ -124,6 +128,41 @@ def exporting(url: str) -> set[str]:
     return {labels["replica"] for labels in groups if labels["deployment"] == "engine"}
 
 
-def _parting(one: str, other: str) -> dict[str, Any]:
+def undisturbed(url: str, questions: Sequence[str], tokens: int, left_s: float) -> list[Reader]:
+    """Every question's stream, read to its end. Raises RuntimeError where one is not whole."""
+    readers = [Reader(url, question, tokens, left_s) for question in questions]
+    read_all(readers, left_s)
+    if wrong := [reader.problem for reader in readers if reader.problem]:
+        raise RuntimeError(f"undisturbed streams failed: {wrong[:3]}")
+    return readers
+
+
+def parting(url: str, question: str, one: str, other: str) -> dict[str, Any]:
+    """Where two answers part, and how undecided the model is there: `gap` is the one's log-probability of its next token
+    less that of the other's; a near-tie has next to none."""
+    found: dict[str, Any] = first_difference(one, other)
+    try:
+        with httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+            found["gap"] = _gap(http, question, one, other)
+    except Exception as error:
+        found["gap"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> dict[str, Any]:
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return {"at": at, "undisturbed": one[at : at + 60], "disturbed": other[at : at + 60]}
+    return {"at": at, "undisturbed": one[at : at + 40], "disturbed": other[at : at + 40]}
+
+
+def _gap(http: httpx.Client, question: str, one: str, other: str) -> float | None:
+    def post(path: str, **body: Any) -> Any:
+        return http.post(path, json={"model": MODEL_ID, **body}).raise_for_status().json()
+
+    prompt = post("/tokenize", messages=[{"role": "user", "content": question}])["tokens"]
+    texts = [post("/tokenize", prompt=text)["tokens"] for text in (one, other)]
+    at = first_difference(*texts)["at"]
+    asked = {"prompt": [*prompt, *texts[0][:at]], "max_tokens": 1, "temperature": 0, "logprobs": 5}
+    scores = post("/v1/completions", **asked)["choices"][0]["logprobs"]["top_logprobs"][0]
+    names = [post("/detokenize", tokens=[tokens[at]])["prompt"] for tokens in texts if at < len(tokens)]
+    values = [scores.get(name) for name in names]
+    return None if len(values) < 2 or None in values else round(values[0] - values[1], 4)

@@ -31,16 +31,19 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 Scrape = dict[Key, float]
 # They come from another exporter, which is no part of the application.
 _FOREIGN = "DCGM"
+COUNTERS = ("_total", "_bucket", "_count", "_sum")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One expression. `state`: data, empty, or foreign. `why`: what it lacks."""
+    """One expression. `state`: data, empty, or foreign. `why`: what it lacks. `still`: counters that did not grow, so
+    that its line is there and lies at zero."""
 
     board: str
     panel: str
     state: str
     why: str = ""
+    still: tuple[str, ...] = ()
 
 
 def scrape(url: str) -> Scrape:
@@ -73,14 +76,15 @@ def _one(expression: Expression, before: Scrape, after: Scrape, by_name: Mapping
     selectors = names(text).selectors
     if any(name.startswith(_FOREIGN) for name, _, _ in selectors):
         return Finding(expression.board, expression.panel, "foreign", ABSENT_ON_CPU.get(_where(expression), _FOREIGN))
-    missing = []
+    missing, still = [], []
     for name, _, selector in selectors:
         matching = [key for key in by_name.get(name, ()) if matches(selector, dict(key[1]))]
         if not matching:
             missing.append(f"{selector} has no series" if name in by_name else f"{name} is not exported")
-        elif _needs_growth(text, name) and not any(after[key] > before.get(key, 0.0) for key in matching):
-            missing.append(f"{selector} did not grow")
-    return Finding(expression.board, expression.panel, "empty" if missing else "data", "; ".join(missing))
+        elif name.endswith(COUNTERS) and not any(after[key] > before.get(key, 0.0) for key in matching):
+            (missing if _needs_growth(text, name) else still).append(f"{selector} did not grow")
+    state = "empty" if missing else "data"
+    return Finding(expression.board, expression.panel, state, "; ".join(missing), tuple(still))
 
 
 def _where(expression: Expression) -> tuple[str, str]:
@@ -107,16 +111,18 @@ def matches(selector: str, labels: Mapping[str, str]) -> bool:
 
 def summarise(findings: Iterable[Finding], how: str) -> dict[str, Any]:
     """Panels by what they have; one that lacks part of its data is without."""
-    empty, foreign, full = {}, {}, set()
+    empty, foreign, still, full = {}, {}, {}, set()
     for finding in findings:
         where = f"{finding.board}/{finding.panel}"
+        if finding.still:
+            still[where] = "; ".join(finding.still)
         if finding.state == "foreign":
             foreign[where] = finding.why
         elif finding.state == "empty":
             empty[where] = finding.why
         else:
             full.add(where)
-    return {"how": how, "with_data": len(full - set(empty)), "without_data": empty, "foreign": foreign}
+    return {"how": how, "with_data": len(full - set(empty)), "without_data": empty, "foreign": foreign, "still": still}
 
 
 class Prometheus:

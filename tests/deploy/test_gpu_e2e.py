@@ -202,7 +202,7 @@ def test_a_panel_that_lacks_one_of_its_lines_is_without_data() -> None:
         panels.Finding("b", "q", "data"),
     ]
     assert panels.summarise(findings, "test") == {
-        "how": "test", "with_data": 1, "without_data": {"b/p": "x"}, "foreign": {},
+        "how": "test", "with_data": 1, "without_data": {"b/p": "x"}, "foreign": {}, "still": {},
     }  # fmt: skip
 
 
@@ -311,8 +311,9 @@ def test_logs_are_packed_within_a_limit_and_keep_their_ends(tmp_path: Path) -> N
 
 
 def test_where_two_texts_part() -> None:
-    assert kill._parting("abcd", "abXd") == {"at": 2, "undisturbed": "cd", "disturbed": "Xd"}
-    assert kill._parting("ab", "abc")["at"] == 2
+    assert kill.first_difference("abcd", "abXd") == {"at": 2, "undisturbed": "cd", "disturbed": "Xd"}
+    assert kill.first_difference("ab", "abc")["at"] == 2
+    assert kill.first_difference([1, 2], [1, 3])["at"] == 1
 
 
 # -- packages ----------------------------------------------------------------------------------------------------------
