@@ -30,6 +30,9 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
     "RAY_COLOR_PREFIX": "0",
+    # Memory that a virtual machine is given as it is used looks full at all times.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_register_timeout_seconds": "150",
     "NO_PROXY": "*",
     "PYTHONUNBUFFERED": "1",
     **SERVE_SWITCHES,
