@@ -138,7 +138,7 @@ def undisturbed(url: str, questions: Sequence[str], tokens: int, left_s: float) 
 
 
 def parting(url: str, question: str, one: str, other: str) -> dict[str, Any]:
-    """Where two answers part, and how undecided the model is there: `gap` is the log-probability of the one's next token
+    """Where two answers part, and how undecided the model is there: `gap` is the log-probability of one's next token
     less that of the other's; a near-tie has next to none."""
     found: dict[str, Any] = first_difference(one, other)
     try:

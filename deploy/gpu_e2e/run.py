@@ -171,9 +171,14 @@ class Run:
         phase.app.wait_ready(end - time.monotonic())
         found: dict[str, Any] = {"http_s": phase.app.start_s}
         if phase.child is not None:
-            if phase.child.start_s is None:
-                phase.child.wait_ready(max(1.0, end - time.monotonic()))
-            found["in_process_s"] = phase.child.start_s
+            try:
+                if phase.child.start_s is None:
+                    phase.child.wait_ready(max(1.0, end - time.monotonic()))
+                found["in_process_s"] = phase.child.start_s
+            except RuntimeError as error:  # the application can be measured by itself
+                found["in_process_failed"] = str(error)[-2000:]
+                phase.child.close()
+                phase.child = None
         if "panels" in phase.stages:
             data = self._options.work / "prometheus"
             self._prometheus = panels.Prometheus.start(phase.app.url, data, self._logs / "prometheus.log")
