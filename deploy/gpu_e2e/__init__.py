@@ -2,5 +2,5 @@
 
 Submodules: `settings` (which application each phase serves), `cluster` and `application` (processes), `in_process` (the
 same engine without HTTP) and `closed_loop` (the load on both), `checks` and `cases` (what answers must be), `kill`,
-`panels`, `stages` (all of it as steps with a time limit), `report`.
+`panels`, `stages` and `phases` (what is asked of which application), `run` (in which order and time), `report`.
 """

@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     # The servers are asked directly, whatever proxy the environment names.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
     gpus = 0 if options.cpu else options.gpus if options.gpus is not None else _gpus()
-    from deploy.gpu_e2e.run import Options, Run, phases
+    from deploy.gpu_e2e.phases import phases
+    from deploy.gpu_e2e.run import Options, Run
     from deploy.gpu_e2e.settings import Machine
 
     wanted = [name for name in STAGES if name in options.stages.split(",")]

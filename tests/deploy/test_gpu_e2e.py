@@ -20,7 +20,8 @@ from dashboards.expressions import Expression, expressions
 from deploy.gpu_e2e import kill, panels, report, run
 from deploy.gpu_e2e.__main__ import STAGES
 from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, spread_ms, summary
-from deploy.gpu_e2e.run import Options, OutOfTime, Phase, Run, pack, phases
+from deploy.gpu_e2e.phases import Phase, phases
+from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
 from deploy.gpu_e2e.settings import METHODS, Machine, tree
 from serve_app.config import load_config
 from serve_app.engines.sglang.arguments import server_arguments
