@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import psutil
 
 from deploy.gpu_e2e.settings import MODEL_ID
 from load_tests.processes import engines
@@ -83,10 +84,8 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
     and `healed_s`, the seconds until there were as many engines again (None where the time did not suffice).
     """
     end = time.monotonic() + left_s
-    while len(serving := exporting(url)) < 2:
-        if time.monotonic() > end - left_s / 2:
-            raise RuntimeError(f"{len(serving)} engine replicas serve, two are needed")
-        time.sleep(0.5)
+    serving = wait_for_two(url, left_s / 2)
+    where = placed(root)
     before, control = (undisturbed(url, questions, tokens, end - time.monotonic()) for _ in range(2))
     counted, living = resumes(url), engines(root)
     during = [Reader(url, question, tokens, left_s) for question in questions]
@@ -98,6 +97,7 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
     read_all(during, max(1.0, end - time.monotonic()))
     texts = [(one.text, other.text) for one, other in zip(before, during, strict=True)]
     found = {
+        "placed": where,
         "streams": len(during),
         "identical": sum(one == other for one, other in texts),
         "identical_undisturbed": sum(a.text == b.text for a, b in zip(before, control, strict=True)),
@@ -119,6 +119,29 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
             found["healed_s"] = round(time.monotonic() - killed, 1)
             break
         time.sleep(0.5)
+    return found
+
+
+def wait_for_two(url: str, timeout_s: float) -> set[str]:
+    """Names of the replicas that serve. Raises RuntimeError when they are not two in time."""
+    end = time.monotonic() + timeout_s
+    while len(serving := exporting(url)) < 2:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{len(serving)} engine replicas serve, two are needed")
+        time.sleep(0.5)
+    return serving
+
+
+def placed(root: int) -> list[dict[str, Any]]:
+    """Each engine replica's process, its node's (the raylet that started it), and the GPUs that its scheduler sees."""
+    found = []
+    for pid in engines(root):
+        try:
+            process = psutil.Process(pid)
+            seen = {child.environ().get("CUDA_VISIBLE_DEVICES") for child in process.children()}
+            found.append({"pid": pid, "node": process.ppid(), "gpus": sorted(seen - {None})})
+        except psutil.Error as error:
+            found.append({"pid": pid, "unknown": str(error)})
     return found
 
 

@@ -145,10 +145,9 @@ class Run:
         if name == "panels":
             return stages.dashboards(app, before, self._prometheus)
         if name in ("kill", "nodes"):
-            where = {"nodes": stages.placed(app)}
             # Long enough that they still run when the last of them has begun.
             tokens = options.tokens * (1 if self._machine.cpu else 2)
-            return where | stages.killed(app, options.kill_streams, tokens, min(left, 145.0))
+            return stages.killed(app, options.kill_streams, tokens, min(left, 145.0))
         load = stages.Throughput(app, phase.child, options.levels, options.tokens, options.rounds)
         self.report["stages"][name] = load.result  # kept as far as it came
         return load.run(left)

@@ -179,9 +179,3 @@ def dashboards(app: Application, before: panels.Scrape, prometheus: panels.Prome
 
 def killed(app: Application, streams: int, tokens: int, left_s: float) -> dict[str, Any]:
     return kill.run(app.url, app.pid, QUESTIONS[:streams], tokens, left_s)
-
-
-def placed(app: Application) -> dict[str, Any]:
-    """On which node each replica is, from the labels of its exporter."""
-    groups = json.loads(get(f"{app.url}/-/prometheus/targets", 20) or b"[]")
-    return {g["labels"]["replica"]: g["labels"]["node"] for g in groups if g["labels"]["deployment"] == "engine"}
