@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -264,6 +266,14 @@ def test_the_page_shows_numbers_failures_and_misses(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["targets"]
 
 
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,9 +283,6 @@ def options(tmp_path: Path, seconds: float) -> Options:
 
 def test_a_stage_that_hangs_or_fails_costs_itself_alone(tmp_path: Path) -> None:
     made = Run(GPU, options(tmp_path, 60), {})
-    made.run([])  # sets the alarm up
-    import signal
-
     signal.signal(signal.SIGALRM, run._ring)
     assert not made._stage("hangs", lambda: time.sleep(30) or {}, 3.05)
     assert not made._stage("fails", lambda: 1 / 0, 10)
@@ -283,6 +290,21 @@ def test_a_stage_that_hangs_or_fails_costs_itself_alone(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "out" / "report.json").read_text())["stages"]
     assert "not done within 3 s" in saved["hangs"]["failed"] and "ZeroDivisionError" in saved["fails"]["failed"]
     assert saved["works"] == {"n": 1}
+
+
+def test_a_run_that_is_told_to_end_begins_nothing_more(tmp_path: Path) -> None:
+    made = Run(GPU, options(tmp_path, 60), {})
+    signal.signal(signal.SIGTERM, made._terminate)
+
+    def told() -> dict[str, Any]:
+        signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    assert not made._stage("told", told, 10)
+    assert not made._stage("next", lambda: {"n": 1}, 10)
+    made.run([Phase("p", {}, [], True, ["throughput"])])
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())["stages"]
+    assert [stage["failed"] for stage in saved.values()][1:] == ["TimeoutError: no time left", "no time left"]
 
 
 def test_a_run_without_time_starts_nothing_and_still_reports(tmp_path: Path) -> None:
