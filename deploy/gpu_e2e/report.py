@@ -65,11 +65,23 @@ def write(report: dict[str, Any], folder: Path) -> None:
 def page(report: Mapping[str, Any]) -> str:
     """The report as Markdown."""
     parts = ["# The whole stack on a GPU machine", _facts(report["facts"]), _targets(report["targets"])]
+    parts += [modes] if (modes := _modes(report["stages"])) else []
     for name, stage in report["stages"].items():
         seconds = report["seconds"].get(name)
         parts.append(f"## {name} ({seconds} s)")
         parts.append(_stage(name, stage))
     return "\n\n".join(parts) + "\n"
+
+
+def _modes(stages: Mapping[str, Any]) -> str:
+    """Tokens/s over HTTP of the modes that were measured, side by side; nothing where it is one."""
+    names = {"throughput": "DDTREE", "dflash": "DFLASH", "ar": "AR"}
+    found = {word: stages[name]["levels"] for name, word in names.items() if stages.get(name, {}).get("levels")}
+    if len(found) < 2:
+        return ""
+    streams = list(dict.fromkeys(n for levels in found.values() for n in levels))
+    rows = [(n, *(levels.get(n, {}).get("http", {}).get("tok_s") for levels in found.values())) for n in streams]
+    return _table(("streams, tokens/s over HTTP", *found), rows)
 
 
 def _facts(facts: Mapping[str, Any]) -> str:

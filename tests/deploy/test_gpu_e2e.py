@@ -249,6 +249,7 @@ def test_the_page_shows_numbers_failures_and_misses(tmp_path: Path) -> None:
         "throughput": {"levels": {"16": level(94, 100, 3.5)}, "failed": "OutOfTime"},
         "openai": {"checks": {"chat": "ok", "n": "AssertionError: two alike"}},
         "kill": {"identical": 7, "streams": 8},
+        "ar": {"levels": {"16": level(50, 51, 0.5)}},
     }
     report.write({"facts": {"gpu": "x"}, "stages": stages, "seconds": {}}, tmp_path)
     page = (tmp_path / "report.md").read_text()
@@ -260,6 +261,7 @@ def test_the_page_shows_numbers_failures_and_misses(tmp_path: Path) -> None:
         "OutOfTime",
         "1 of 2",
         "two alike",
+        "| 16 | 94 | 50 |",
         '"identical": 7',
     ):
         assert wanted in page
