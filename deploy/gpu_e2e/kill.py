@@ -76,10 +76,10 @@ def resumes(url: str) -> dict[str, float]:
     return by_label({"gateway_resumes_total": samples}, "gateway_resumes_total", "outcome")
 
 
-def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float) -> dict[str, Any]:
+def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float, found: dict[str, Any]) -> None:
     """Read every question undisturbed, twice, then again while the oldest engine below process `root` is killed.
 
-    Returns a dictionary for the report: `identical` of `streams` texts; `identical_undisturbed`, how many were the same
+    Fills `found` for the report as it goes: `identical` of `streams` texts; `identical_undisturbed`, how many were the same
     the second time, since batches differ in shape and near-ties fall anew; `resumed` answers; `problems`; `differing`;
     and `healed_s`, the seconds until there were as many engines again (None where the time did not suffice).
     """
@@ -96,7 +96,7 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
     killed = time.monotonic()
     read_all(during, max(1.0, end - time.monotonic()))
     texts = [(one.text, other.text) for one, other in zip(before, during, strict=True)]
-    found = {
+    found |= {
         "placed": where,
         "streams": len(during),
         "identical": sum(one == other for one, other in texts),
@@ -119,7 +119,6 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
             found["healed_s"] = round(time.monotonic() - killed, 1)
             break
         time.sleep(0.5)
-    return found
 
 
 def wait_for_two(url: str, timeout_s: float) -> set[str]:
