@@ -79,9 +79,10 @@ def resumes(url: str) -> dict[str, float]:
 def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float, found: dict[str, Any]) -> None:
     """Read every question undisturbed, twice, then again while the oldest engine below process `root` is killed.
 
-    Fills `found` for the report as it goes: `identical` of `streams` texts; `identical_undisturbed`, how many were the same
-    the second time, since batches differ in shape and near-ties fall anew; `resumed` answers; `problems`; `differing`;
-    and `healed_s`, the seconds until there were as many engines again (None where the time did not suffice).
+    Fills `found` for the report as it goes: `identical` of `streams` texts; `identical_undisturbed`, how many were the
+    same the second time, since batches differ in shape and near-ties fall anew; `resumed` answers; `problems`;
+    `differing`; and `healed_s`, the seconds until there were as many engines again (None where the time did not
+    suffice).
     """
     end = time.monotonic() + left_s
     serving = wait_for_two(url, left_s / 2)
