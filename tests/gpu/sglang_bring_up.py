@@ -63,7 +63,7 @@ def run(fleet: Fleet) -> None:
         fleet.stage("logprobs", lambda: checks.logprobs(fleet, "ddtree"))
         fleet.stage("limits", lambda: checks.limits(fleet, "ddtree"))
         fleet.stage("grammars", lambda: checks.grammars(fleet, "ddtree"))
-        fleet.stage("law", lambda: checks.law(fleet, "ddtree", 4000))
+        fleet.stage("law", lambda: checks.law(fleet, "ddtree", 3000))
     for name in ("page16", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
