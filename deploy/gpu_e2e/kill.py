@@ -133,13 +133,14 @@ def wait_for_two(url: str, timeout_s: float) -> set[str]:
 
 
 def placed(root: int) -> list[dict[str, Any]]:
-    """Each engine replica's process, its node's (the raylet that started it), and the GPUs that its scheduler sees."""
+    """Each engine replica's process, its node's (the raylet above it), and the GPUs that its scheduler sees."""
     found = []
     for pid in engines(root):
         try:
             process = psutil.Process(pid)
             seen = {child.environ().get("CUDA_VISIBLE_DEVICES") for child in process.children()}
-            found.append({"pid": pid, "node": process.ppid(), "gpus": sorted(seen - {None})})
+            node = next((parent.pid for parent in process.parents() if parent.name() == "raylet"), None)
+            found.append({"pid": pid, "node": node, "gpus": sorted(seen - {None})})
         except psutil.Error as error:
             found.append({"pid": pid, "unknown": str(error)})
     return found
