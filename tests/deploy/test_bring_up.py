@@ -98,6 +98,10 @@ def test_the_firewall_lets_through_what_the_page_says(seen: dict[str, Any]) -> N
     assert {code for name, code in seen["doors"].items() if name not in opened} == {0}
 
 
+def test_another_application_takes_the_place_of_the_first(seen: dict[str, Any]) -> None:
+    assert seen["exchanged"] == {"gone": True, "ready": True, "answer": 200}
+
+
 def test_the_service_outlives_its_head(seen: dict[str, Any]) -> None:
     assert seen["head_lost"] == {"meanwhile": [200] * 5, "back": True, "known": True, "afterwards": 200}
 
@@ -107,8 +111,23 @@ def test_a_configuration_is_changed_in_place_and_back(seen: dict[str, Any]) -> N
     assert (found["changed"], found["changed back"], found["status"]) == (True, True, True)
 
 
+def test_no_answer_fails_while_configurations_change(seen: dict[str, Any]) -> None:
+    """Whole answers, the same as before, streaming or not, through a refused file, a new one and the old one again."""
+    ends = seen["reloaded"]["clients"]
+    assert set(ends) == {"stream", "answer"} and min(ends.values()) > 5, ends
+
+
 def test_a_refused_configuration_leaves_the_old_one_serving(seen: dict[str, Any]) -> None:
     assert (seen["reloaded"]["refused"], seen["reloaded"]["meanwhile"]) == (True, 200)
+
+
+@pytest.mark.parametrize("what", ["key", "token", "password", "prompt"])
+def test_no_log_tells_a_secret(seen: dict[str, Any], what: str) -> None:
+    assert [seen["told"][machine][what] for machine in ("head", "node")] == [[], []]
+
+
+def test_the_logs_were_searched(seen: dict[str, Any]) -> None:
+    assert seen["told"]["node"]["route"] and all(found["unit"] == ["journal"] for found in seen["told"].values())
 
 
 @pytest.mark.parametrize(("step", "before", "after"), [("upgraded", OLD, NEW), ("rolled_back", NEW, OLD)])
