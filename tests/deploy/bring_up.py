@@ -252,11 +252,14 @@ def told(machine: Machine, key: str) -> dict[str, list[str]]:
     systemd's."""
     found = {}
     for name, text in {"key": f"printf %s {key}", "token": "cat /etc/ddtree/ray-token",
-                       "password": "cat /etc/ddtree/redis-password || echo none here",
+                       "password": "cat /etc/ddtree/redis-password 2>/dev/null || echo none here",
                        "prompt": f"printf %s {QUESTION!r}", "route": "echo /v1/chat/completions",
                        "unit": "echo Started ddtree-ray"}.items():  # fmt: skip
-        said = machine.run(f"""text=$({text} 2>/dev/null); journalctl --no-pager > /run/journal
-          grep -rlF -e "$text" /tmp/ray/*/logs /run/journal""", check=False)
+        said = machine.run(
+            f"""text=$({text}); journalctl --no-pager > /run/journal
+          grep -rlF -e "$text" /tmp/ray/*/logs /run/journal""",
+            check=False,
+        )
         found[name] = sorted({line.rsplit("/", 1)[-1] for line in said.splitlines()})
     return found
 
