@@ -65,6 +65,12 @@ def test_scripts_that_units_name_exist(unit: Path) -> None:
         assert (ROOT / name).is_file()
 
 
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_a_node_outlives_a_process_that_memory_ran_out_for(role: str) -> None:
+    """systemd's default ends the whole unit with it."""
+    assert "OOMPolicy=continue" in (METAL / "systemd" / f"ddtree-ray-{role}.service").read_text().splitlines()
+
+
 def test_ray_knows_every_option() -> None:
     done = run(sys.executable, "-m", "ray.scripts.scripts", "start", "--help")
     known = set(re.findall(r"--[a-z-]+", done.stdout))
