@@ -23,9 +23,9 @@ PAUSE_S = 1.0
 
 
 class Node(http.server.BaseHTTPRequestHandler):
-    """A node behind the balancer. `ready`: what its /ready says."""
+    """A node behind the balancer. `ready`: what its /ready says; `port`: where it listens."""
 
-    ready = 200
+    ready, port = 200, 0
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -55,7 +55,7 @@ def nodes() -> Iterator[list[type[Node]]]:
     kinds = [type("One", (Node,), {}), type("Two", (Node,), {})]
     servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) for kind in kinds]
     for kind, server in zip(kinds, servers, strict=True):
-        kind.port = server.server_address[1]  # type: ignore[attr-defined]
+        kind.port = int(server.server_address[1])
         threading.Thread(target=server.serve_forever, daemon=True).start()
     yield kinds
     for server in servers:
@@ -76,7 +76,7 @@ def balancer(nodes: list[type[Node]], tmp_path_factory: pytest.TempPathFactory) 
     for there, here in (
         ("/etc/haproxy/ddtree.pem", f"{directory}/ddtree.pem"), ("bind :443", f"bind 127.0.0.1:{port}"),
         ("inter 5s", "inter 200ms"),
-        *((f"10.0.0.{n}:8000", f"127.0.0.1:{kind.port}") for n, kind in zip((11, 12), nodes, strict=True)),  # type: ignore[attr-defined]
+        *((f"10.0.0.{n}:8000", f"127.0.0.1:{kind.port}") for n, kind in zip((11, 12), nodes, strict=True)),
     ):  # fmt: skip
         assert text.count(there) == 1, there
         text = text.replace(there, here)
