@@ -65,6 +65,7 @@ def seen(files: Path) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
     assert lines, done.stdout[-2000:] + done.stderr[-6000:]
+    print(done.stderr)
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
     return found
 
