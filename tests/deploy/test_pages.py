@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 from tests.deploy.configs import DEPLOY
@@ -56,3 +57,13 @@ def test_commands_take_the_options_they_are_shown_with(module: str, page: str) -
     done = subprocess.run([sys.executable, "-m", f"serve_app.{module}", "--help"], capture_output=True, text=True,
                           timeout=60, check=True)  # fmt: skip
     assert shown <= set(re.findall(r"--[a-z-]+", done.stdout))
+
+
+def test_the_operators_rules_are_made_of_the_rules() -> None:
+    """kubernetes.md's command, up to kubectl."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (command,) = re.findall(r"^ +(\{ printf (?:.*\\\n)*.*)\| kubectl apply -f -$", page, re.MULTILINE)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    made = yaml.safe_load(done.stdout)
+    assert (made["kind"], made["metadata"]["namespace"]) == ("PrometheusRule", "ddtree")
+    assert made["spec"] == yaml.safe_load((ROOT / "dashboards" / "rules" / "alerts.yml").read_text())
