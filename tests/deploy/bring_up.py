@@ -60,6 +60,7 @@ def run(head: Machine, node: Machine) -> dict[str, Any]:
         "started": lambda: start(head, node, seen),
         "answers": lambda: {"key": ask(seen["configured"]), "none": ask(""), "version": version()},
         "doors": doors,
+        "guarded": lambda: guarded(head),
         "health": lambda: {address: get(address, 52365, "/api/local_raylet_healthz", HEAD) for address in (HEAD, NODE)},
         "exchanged": lambda: exchanged(head, seen["configured"]),
         "head_lost": lambda: head_lost(head, seen["configured"]),
@@ -213,6 +214,18 @@ def head_lost(head: Machine, key: str) -> dict[str, Any]:
     back = until(lambda: get(HEAD, 52365, "/api/local_raylet_healthz", HEAD)[0] == 200, START_S)
     known = until(lambda: status(head) == "RUNNING", START_S)
     return {"meanwhile": meanwhile, "back": back, "known": known, "afterwards": ask(key)[0]}
+
+
+def guarded(head: Machine) -> dict[str, Any]:
+    """What the head's own users get without the token, with another, and with it: of deployments, of the cluster."""
+    found = {}
+    for name, token in {"none": "", "other": "0" * 64, "token": "$(cat /etc/ddtree/ray-token)"}.items():
+        code = head.run(f"""curl -s -m 30 -o /dev/null -w '%{{http_code}}' -H "Authorization: Bearer {token}" \
+          http://127.0.0.1:8265/api/serve/applications/""", check=False)
+        said = head.run(f"""cd /; set -a; . /etc/ddtree/ray.env; unset RAY_AUTH_TOKEN_PATH; RAY_AUTH_TOKEN="{token}"
+          runuser -u ddtree -- timeout 60 /opt/ddtree/current/bin/ray status --address {HEAD}:6379""", check=False)
+        found[name] = [int(code), "Node status" in said]
+    return found
 
 
 def exchanged(head: Machine, key: str) -> dict[str, Any]:

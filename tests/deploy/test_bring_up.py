@@ -87,6 +87,13 @@ def test_it_answers_to_a_key_alone(seen: dict[str, Any]) -> None:
     assert json.loads(answers["key"][1])["choices"][0]["message"]["content"]
 
 
+def test_the_cluster_listens_to_its_token_alone(seen: dict[str, Any]) -> None:
+    """The dashboard's port, which deploys, and the cluster's own."""
+    found = seen["guarded"]
+    assert found["token"] == [200, True]
+    assert all(found[name][0] in (401, 403) and not found[name][1] for name in ("none", "other")), found
+
+
 @pytest.mark.parametrize("address", [HEAD, NODE])
 def test_each_agent_tells_its_raylets_health(seen: dict[str, Any], address: str) -> None:
     assert seen["health"][address] == [200, "success"]
