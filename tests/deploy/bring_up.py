@@ -220,10 +220,16 @@ def guarded(head: Machine) -> dict[str, Any]:
     """What the head's own users get without the token, with another, and with it: of deployments, of the cluster."""
     found = {}
     for name, token in {"none": "", "other": "0" * 64, "token": "$(cat /etc/ddtree/ray-token)"}.items():
-        code = head.run(f"""curl -s -m 30 -o /dev/null -w '%{{http_code}}' -H "Authorization: Bearer {token}" \
-          http://127.0.0.1:8265/api/serve/applications/""", check=False)
-        said = head.run(f"""cd /; set -a; . /etc/ddtree/ray.env; unset RAY_AUTH_TOKEN_PATH; RAY_AUTH_TOKEN="{token}"
-          runuser -u ddtree -- timeout 60 /opt/ddtree/current/bin/ray status --address {HEAD}:6379""", check=False)
+        code = head.run(
+            f"""curl -s -m 30 -o /dev/null -w '%{{http_code}}' -H "Authorization: Bearer {token}" \
+          http://127.0.0.1:8265/api/serve/applications/""",
+            check=False,
+        )
+        said = head.run(
+            f"""cd /; set -a; . /etc/ddtree/ray.env; unset RAY_AUTH_TOKEN_PATH; RAY_AUTH_TOKEN="{token}"
+          runuser -u ddtree -- timeout 60 /opt/ddtree/current/bin/ray status --address {HEAD}:6379""",
+            check=False,
+        )
         found[name] = [int(code), "Node status" in said]
     return found
 
