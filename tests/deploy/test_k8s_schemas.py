@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 from tests.deploy.configs import K8S
@@ -113,4 +115,13 @@ def test_the_schema_fills_in_defaults(ray_schema: dict[str, Any]) -> None:
     """Required and defaulted at once: an API server adds them before it checks."""
     item = broken(ray_service(overlay("laptop-cpu")))
     del item["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["minReplicas"]
+    assert validated(item, ray_schema) == []
+
+
+def test_the_pages_way_in_steps_is_one_that_kuberay_takes(ray_schema: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (text,) = re.findall(r"^    (upgradeStrategy:\n(?:      .*\n)+)", page, re.MULTILINE)
+    item = broken(ray_service(overlay("b300")))
+    item["spec"] |= yaml.safe_load(text)
+    assert item["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]["maxSurgePercent"]
     assert validated(item, ray_schema) == []
