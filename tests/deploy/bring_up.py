@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.deploy.clients import Clients
 from tests.deploy.machines import Machine, bridge
 
 HEAD, NODE = "10.0.0.10", "10.0.0.11"
@@ -145,45 +145,6 @@ def ask(key: str, said: str = "Hi", **fields: Any) -> tuple[int, str]:
     return get(NODE, 8000, "/v1/chat/completions", BALANCER, *headers, "-d", json.dumps(body))
 
 
-class Clients:
-    """They ask one question again and again, some for streams, until the block ends; `ends` counts how they ended."""
-
-    def __init__(self, key: str) -> None:
-        self._key, self._over = key, threading.Event()
-        self.ends: Counter[str] = Counter()
-        self._text = self._content(ask(key, QUESTION, max_tokens=32), stream=False)
-        self._threads = [threading.Thread(target=self._run, args=(stream,)) for stream in (True, True, False)]
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(120)
-
-    def _run(self, stream: bool) -> None:
-        kind = "stream" if stream else "answer"
-        while not self._over.is_set():
-            text = self._content(ask(self._key, QUESTION, max_tokens=32, stream=stream), stream)
-            self.ends[kind if text == self._text else f"{kind}: {text}"] += 1
-
-    def _content(self, answer: tuple[int, str], stream: bool) -> str:
-        """An answer's text, or what there is instead of one."""
-        status, body = answer
-        if status != 200:
-            return f"{status} {body[-300:]}"
-        if not stream:
-            return str(json.loads(body)["choices"][0]["message"]["content"])
-        *events, last = [line.removeprefix("data: ") for line in body.split("\n") if line]
-        if last != "[DONE]" or any("error" in json.loads(event) for event in events):
-            return body[-300:]
-        choices = [choice for event in events for choice in json.loads(event)["choices"]]
-        return "".join(choice["delta"].get("content") or "" for choice in choices)
-
-
 def version() -> str:
     return str(json.loads(get(NODE, 8000, "/version", BALANCER)[1])["version"])
 
@@ -246,7 +207,7 @@ def reloaded(head: Machine, key: str) -> dict[str, Any]:
     """ "Configuration": a file that is refused, one that is taken, and the first again."""
     good = head.run("cat /etc/ddtree/serve.yaml")
     long = " Hi" * 500
-    with Clients(key) as clients:
+    with Clients(partial(ask, key), QUESTION) as clients:
         refused = deploy(head, good, 1, lambda: status(head) == "DEPLOY_FAILED")
         meanwhile = ask(key)[0]
         changed = deploy(head, good, 1024, lambda: ask(key, long)[0] == 413)
