@@ -43,12 +43,19 @@ class Clients:
     def _one(self, stream: bool) -> tuple[bool, str]:
         """Whether an answer is whole, and its text; or what there is instead of one."""
         status, body = self._ask(self._question, max_tokens=32, stream=stream)
-        if status != 200:
-            return False, f"{status} {body[-300:]}"
-        if not stream:
-            return True, str(json.loads(body)["choices"][0]["message"]["content"])
-        *events, last = [line.removeprefix("data: ") for line in body.split("\n") if line]
-        if last != "[DONE]" or any("error" in json.loads(event) for event in events):
+        try:
+            return (True, text_of(body, stream)) if status == 200 else (False, f"{status} {body[-300:]}")
+        except (ValueError, KeyError, IndexError, TypeError):
             return False, body[-300:]
-        choices = [choice for event in events for choice in json.loads(event)["choices"]]
-        return True, "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def text_of(body: str, stream: bool) -> str:
+    """What an answer says; an error of Python's where it is none, or ends otherwise than with [DONE]."""
+    if not stream:
+        return str(json.loads(body)["choices"][0]["message"]["content"])
+    *events, last = [line.removeprefix("data: ") for line in body.split("\n") if line]
+    if last != "[DONE]":
+        raise ValueError(last)
+    # A frame with an error has no choices.
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
