@@ -1,6 +1,7 @@
 """DDTREE against AR and DFLASH on one GPU, all in one run: engines start side by side and take turns.
 
     python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
+    python benchmarks/sglang_gpu.py MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
 same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all. The
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import random_llama
 from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
 from benchmarks.sglang_trace import busy, read_kernels, step_phases
 
@@ -72,7 +74,9 @@ def fallbacks(child: Child, left: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("drafter")
+    parser.add_argument("drafter", nargs="?")
+    parser.add_argument("--random", action="store_true", help="`random_llama` in MODEL's place: step times only")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of every engine")
     parser.add_argument("--out", type=Path, default=Path("docs/results/sglang_gpu.json"))
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--seconds", type=float, default=540)
@@ -82,8 +86,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns that each mode takes at a batch size")
     parser.add_argument("--stagger", type=float, default=45)
     arguments = parser.parse_args()
+    if (arguments.drafter is None) != arguments.random:
+        parser.error("give a drafter, or --random")
     deadline = time.monotonic() + arguments.seconds
     result: dict[str, Any] = {"machine": machine(), "runs": [], "phases_ms": {}, "graph_state": {}}
+    result["machine"] |= {"tp": arguments.tp, "weights": "random" if arguments.random else "trained"}
+    target, drafter, more = arguments.model, arguments.drafter, {"tp_size": arguments.tp}
+    if arguments.random:
+        target, drafter = map(str, random_llama.write(arguments.logs / "random", Path(arguments.model)))
+        more |= {"load_format": "dummy", "speculative_draft_load_format": "dummy", "context_length": 4096}
     if arguments.out.exists():
         result |= json.loads(arguments.out.read_text())
     batches = [int(size) for size in arguments.batches.split(",")]
@@ -91,7 +102,7 @@ def main() -> None:
     try:
         for name in arguments.modes.split(","):
             changes = {"cuda_graph_max_bs_decode": max(batches), "max_running_requests": max(batches)}
-            fields = engine_arguments(arguments.model, arguments.drafter, name, **changes)
+            fields = engine_arguments(target, drafter, name, **changes, **more)
             children[name] = Child(name, fields, arguments.logs / f"{name}.log")
             if len(children) == 1:
                 time.sleep(arguments.stagger)  # the others then find its compiled kernels

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import sglang_gpu
+from benchmarks import random_llama, sglang_gpu
 
 
 class Engine:
@@ -73,3 +74,16 @@ def test_an_engine_that_dies_costs_the_others_nothing(tmp_path: Path) -> None:
 
 def test_without_time_nothing_is_half_reported(tmp_path: Path) -> None:
     assert rounds({"ar": Engine(0.002, 1)}, 1, tmp_path / "r.json", left=5)["runs"] == []
+
+
+def test_the_random_model_shards_by_eight_and_has_the_size_it_says(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    target, drafter = random_llama.write(tmp_path, tmp_path / "from")
+    config, draft = AutoConfig.from_pretrained(target), json.loads((drafter / "config.json").read_text())
+    assert 7.3e9 < random_llama.parameters() < 8.6e9 and (target / "tokenizer.json").exists()
+    for field in ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size", "hidden_size"):
+        assert getattr(config, field) % 8 == 0 and draft[field] % 8 == 0
+    assert max(draft["dflash_config"]["target_layer_ids"]) < config.num_hidden_layers == draft["num_target_layers"]

@@ -217,19 +217,12 @@ def counters(fleet: Fleet, name: str) -> dict[str, float]:
     return {key: value for key, value in samples.items() if value}
 
 
-def mla(fleet: Fleet) -> dict[str, Any]:
-    """Random token prompts through latent attention, alone and in batches."""
+def mla(fleet: Fleet, name: str, reference: str) -> dict[str, Any]:
+    """Random token prompts through latent attention, against the same engine without trees."""
     import torch
 
     generator = torch.Generator().manual_seed(5)
     lengths = [3 + 7 * (i % 9) for i in range(48)]
     asked = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in lengths]
-    expected = fleet.greedy("mla-ar", asked, 64)
-    return fleet.compare(fleet.greedy("mla", asked, 64), expected, asked, reference="mla-ar")
-
-
-def tensor_parallel(fleet: Fleet, count: int) -> dict[str, Any]:
-    """Two ranks with a tree against two ranks without."""
-    asked, tokens = prompts(count), fleet.arguments.tokens
-    expected = fleet.greedy("tp2-ar", asked, tokens)
-    return fleet.compare(fleet.greedy("tp2", asked, tokens), expected, asked, reference="tp2-ar")
+    expected = fleet.greedy(reference, asked, 64)
+    return fleet.compare(fleet.greedy(name, asked, 64), expected, asked, reference=reference)

@@ -44,8 +44,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "flashinfer16": ("ddtree-32", {**FLASHINFER, "page_size": 16}, {}),
     "mla-ar": ("ar", MLA, {}),
     "mla": ("ddtree-16", MLA, {}),
-    "tp2-ar": ("ar", {**EXACT, **TWO}, {}),
-    "tp2": ("ddtree-32", {**EXACT, **TWO}, {}),
+    "tp2-ar": ("ar", {**MLA, **TWO}, {}),  # the laptop model's nine heads do not shard
+    "tp2": ("ddtree-16", {**MLA, **TWO}, {}),
 }
 # SGLang itself then raises when an idle engine's pools do not add up.
 ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
@@ -75,7 +75,7 @@ class Fleet:
         for name in self.arguments.modes.split(","):
             mode, changes, env = CONFIGS[name]
             model, drafter = self.arguments.model, self.arguments.drafter
-            if name.startswith("mla"):
+            if name.startswith(("mla", "tp2")):
                 model, drafter = self._mla
             fields = engine_arguments(str(model), str(drafter), mode, **changes)
             if name == "eager":

@@ -54,7 +54,7 @@ def run(fleet: Fleet) -> None:
         paths = fleet.out / "drafts.pt", fleet.arguments.drafter, fleet.arguments.model
         fleet.stage("drafter parity", lambda: parity(*paths))
     if "mla" in names:
-        fleet.stage("mla identity", lambda: checks.mla(fleet))
+        fleet.stage("mla identity", lambda: checks.mla(fleet, "mla", "mla-ar"))
     for name in ("ddtree", "page16"):
         if name in names:
             fleet.stage(f"{name} context end", lambda n=name: checks.context_end(fleet, n, CONTEXT))
@@ -63,12 +63,12 @@ def run(fleet: Fleet) -> None:
         fleet.stage("logprobs", lambda: checks.logprobs(fleet, "ddtree"))
         fleet.stage("limits", lambda: checks.limits(fleet, "ddtree"))
         fleet.stage("grammars", lambda: checks.grammars(fleet, "ddtree"))
-        fleet.stage("law", lambda: checks.law(fleet, "ddtree", 4000))
+        fleet.stage("law", lambda: checks.law(fleet, "ddtree", 3000))
     for name in ("page16", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
     if "tp2" in names:
-        fleet.stage("tp2 identity", lambda: checks.tensor_parallel(fleet, 32))
+        fleet.stage("tp2 identity", lambda: checks.mla(fleet, "tp2", "tp2-ar"))
     if "ddtree" in names:
         fleet.stage("ddtree traffic", lambda: checks.traffic(fleet, "ddtree", fleet.arguments.soak, 3, LONG))
 
