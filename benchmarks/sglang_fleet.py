@@ -16,6 +16,8 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from load_tests.target import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -54,6 +56,7 @@ def engine_arguments(model: str, drafter: str, mode: str, **changes: Any) -> dic
         "cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True, "enable_metrics": True,
         "log_level": "info", "random_seed": 1, "skip_server_warmup": True,
         "sleep_on_idle": True,  # the engines that are not asked leave the CPU to the one that is
+        "nccl_port": free_port(),  # SGLang's own choice is taken by another of many engines that start together
     }  # fmt: skip
     if mode == "ar-eager":
         arguments["disable_cuda_graph"] = True

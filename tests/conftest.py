@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from load_tests.target import free_port
 from serve_app.launch import SERVE_SWITCHES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,12 +48,6 @@ class Served:
     @property
     def port(self) -> int:
         return int(self.url.split(":")[2].split("/")[0])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from deploy.monitoring.run import command, configuration
 from load_tests.target import free_port, get, get_json
 
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
+_DIVISOR = re.compile(r"/ \(([^>]*?)> 0")
 Key = tuple[str, frozenset[tuple[str, str]]]
 Scrape = dict[Key, float]
 # They come from another exporter, which is no part of the application.
@@ -77,12 +78,16 @@ def _one(expression: Expression, before: Scrape, after: Scrape, by_name: Mapping
     if any(name.startswith(_FOREIGN) for name, _, _ in selectors):
         return Finding(expression.board, expression.panel, "foreign", ABSENT_ON_CPU.get(_where(expression), _FOREIGN))
     missing, still = [], []
+    grew = {
+        name for name, _, selector in selectors for key in by_name.get(name, ())
+        if matches(selector, dict(key[1])) and after[key] > before.get(key, 0.0)
+    }  # fmt: skip
     for name, _, selector in selectors:
         matching = [key for key in by_name.get(name, ()) if matches(selector, dict(key[1]))]
         if not matching:
             missing.append(f"{selector} has no series" if name in by_name else f"{name} is not exported")
         elif name.endswith(COUNTERS) and not any(after[key] > before.get(key, 0.0) for key in matching):
-            (missing if _needs_growth(text, name) else still).append(f"{selector} did not grow")
+            (missing if _needs_growth(text, name, grew) else still).append(f"{selector} did not grow")
     state = "empty" if missing else "data"
     return Finding(expression.board, expression.panel, state, "; ".join(missing), tuple(still))
 
@@ -91,12 +96,13 @@ def _where(expression: Expression) -> tuple[str, str]:
     return expression.board, expression.panel
 
 
-def _needs_growth(text: str, name: str) -> bool:
-    """A quantile of nothing and a ratio to nothing are empty; a rate of nothing is zero."""
+def _needs_growth(text: str, name: str, grew: set[str]) -> bool:
+    """A quantile of nothing and a ratio to nothing are empty; a rate of nothing is zero, and so is a part of a divisor
+    of which another part grew."""
     if name.endswith("_bucket"):
         return "histogram_quantile" in text
-    divisor = re.compile(rf"/ \((?:[^>]*?)\b{re.escape(name)}\b(?:[^>]*?)> 0")
-    return divisor.search(text) is not None
+    divisors = [divisor for divisor in _DIVISOR.findall(text) if re.search(rf"\b{re.escape(name)}\b", divisor)]
+    return any(not any(re.search(rf"\b{re.escape(one)}\b", divisor) for one in grew) for divisor in divisors)
 
 
 def matches(selector: str, labels: Mapping[str, str]) -> bool:

@@ -142,6 +142,20 @@ def batch_result(original: Callable[..., None], processor: Any, batch: Any, resu
     return None
 
 
+def prefill_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
+    """Count prompt tokens, and the first tokens that reached the clients (a chunk in the middle of a prompt has none)."""
+    if not is_ddtree(processor.server_args):
+        return original(processor, batch, result)
+    from serve_app.sglang_plugin import metrics
+
+    lengths = result.extend_input_len_per_req
+    computed = sum(batch.extend_lens if lengths is None else lengths)
+    before = [(req, len(req.output_ids)) for req in batch.reqs]
+    original(processor, batch, result)
+    metrics.prefill(computed, sum(len(req.output_ids) - length for req, length in before))
+    return None
+
+
 def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
     """Look for the end of the answer token by token, as it is looked for without drafts.
 
@@ -174,6 +188,7 @@ def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int 
 
 
 _SRT = "sglang.srt."
+_PROCESSOR = _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 HOOKS = (
     Hook(_SRT + "server_args.ServerArgs.__post_init__", before_post_init, "BEFORE"),
     Hook(_SRT + "mem_cache.allocation_sizing.get_alloc_len_per_decode", alloc_len_per_decode, "AROUND"),
@@ -197,9 +212,9 @@ HOOKS = (
         "AROUND",
     ),
     Hook(_SRT + "managers.schedule_batch.Req.update_finish_state", finish_state, "AROUND"),
+    Hook(_PROCESSOR + ".process_batch_result_prefill", prefill_result, "AROUND"),
     Hook(
-        _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        ".process_batch_result_decode",
+        _PROCESSOR + ".process_batch_result_decode",
         batch_result,
         "AROUND",
     ),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,8 +143,11 @@ class DDTreeWorker(DFlashWorkerV2):
         self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None
     ) -> GenerationBatchResult:
         """One scheduler step: a prefill, or draft → build → verify → accept → commit for every running request."""
+        began = time.perf_counter()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, on_publish)
+            result = self._prefill(batch, on_publish)
+            metrics.phase("prefill", time.perf_counter() - began)
+            return result
         if batch.forward_mode.is_idle():
             raise PluginError("DDTREE has no idle steps: data-parallel attention is refused at start")
         if batch.seq_lens.is_cuda:  # made on the scheduler's stream
@@ -152,6 +156,7 @@ class DDTreeWorker(DFlashWorkerV2):
         trees = self._trees.first(size)
         starts, slots = batch.seq_lens, self._slots[:size]
         self._draft(batch, slots)
+        drafted = time.perf_counter()
         greedy = self._commits_by_argmax(batch)
         self._set_commit_flag(greedy)
         grammar_tree = (
@@ -159,6 +164,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         out, replayed, forward_batch = self._verify(batch, trees, slots)
         self._planner.end()
+        verified = time.perf_counter()
         if not (greedy and replayed and self._tail_in_verify_graph):
             self._commit_flag_off_graph(replayed)
             logits = self._adjusted_logits(batch, out.next_token_logits, grammar_tree, grammar_barrier)
@@ -170,7 +176,11 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.return_logprob:
             posterior = self._commit.posterior[:size].reshape(-1)
             compute_spec_v2_logprobs(batch, out, posterior, self._commit.rows[:size], self.chosen.depth)
-        return self._result(out, outcome, replayed, forward_batch)
+        result = self._result(out, outcome, replayed, forward_batch)
+        for phase, seconds in (("draft", drafted - began), ("verify", verified - drafted)):
+            metrics.phase(phase, seconds)
+        metrics.phase("accept", time.perf_counter() - verified)
+        return result
 
     def _result(self, out: Any, outcome: Outcome, replayed: bool, forward_batch: Any) -> GenerationBatchResult:
         out.hidden_states = None  # consumed; the scheduler would copy them to the host

@@ -187,6 +187,8 @@ def test_a_panel_needs_a_series_and_where_it_divides_growth() -> None:
     quotient = "sum (rate({}[1m])) / (sum (rate({}[1m])) > 0)"
     assert judged(quotient.format("a_total", "b_total"), one, two).state == "data"
     assert "b_total did not grow" in judged(quotient.format("b_total", "a_total"), two, two).why.replace("a_", "b_")
+    either = "sum(rate(a_total[1m])) / (sum(rate(a_total[1m])) + sum(rate(b_total[1m])) > 0)"
+    assert judged(either, one, two).state == "data", "a part of a divisor may lie still"
     assert "did not grow" in judged("histogram_quantile(0.5, sum by (le) (rate(c_bucket[1m])))", one, two).why
 
 

@@ -95,7 +95,8 @@ def limits(fleet: Fleet, name: str) -> dict[str, Any]:
 
 
 def context_end(fleet: Fleet, name: str, context: int) -> dict[str, Any]:
-    """Prompts that leave less than a tree, less than a block, or one token of the context."""
+    """Prompts that leave less than a tree, less than a block, or a few tokens of the context, of which SGLang answers
+    with two less."""
     text = fleet.tokenizer.encode(" ".join(prompts(200)))
     text = (text * (context // len(text) + 1))[:context]
     rooms = [7, 8, 9, 15, 16, 17, 31, 33, 34, 60]  # SGLang takes no prompt that leaves fewer than seven

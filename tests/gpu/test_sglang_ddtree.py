@@ -122,7 +122,7 @@ def test_an_engine_without_graphs_counts_every_forward(stages: dict[str, Any]) -
 @pytest.mark.parametrize("name", ["ddtree", "page16"])
 def test_prompts_at_the_end_of_the_context(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} context end"]
-    assert explained(found) and found["lengths"] == [room - 1 for room in found["rooms"]]
+    assert explained(found) and found["lengths"] == [room - 2 for room in found["rooms"]]
 
 
 @pytest.mark.parametrize("name", ["ddtree", "page16"])
