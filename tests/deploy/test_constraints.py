@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -14,26 +15,57 @@ from tests.deploy.configs import DEPLOY
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ("dev", "load", "tracing", "gpu")
-LINES = [line for line in (DEPLOY / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-PINNED = dict(line.split("==") for line in LINES)
 NEEDED = [Requirement(text) for text in (
     *PROJECT["dependencies"], *(text for extra in EXTRAS for text in PROJECT["optional-dependencies"][extra])
 )]  # fmt: skip
+# Of the environment that SGLang's tests run in.
+SGLANG = ROOT / "tests" / "engines" / "sglang"
+FILES = [DEPLOY / "constraints.txt", SGLANG / "constraints.txt"]
 
 
 def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_a_pin_is_a_name_and_a_version() -> None:
+def lines(file: Path) -> list[str]:
+    """Without comments."""
+    found = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
+    return [line for line in found if line]
+
+
+def pinned(file: Path) -> dict[str, str]:
+    return {normalised(name): version for name, version in (line.split("==") for line in lines(file))}
+
+
+def version_in_makefile(name: str) -> str:
+    (version,) = re.findall(rf"^{name.upper()}\s+\?= {name}==(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return str(version)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_pin_is_a_name_and_a_version(file: Path) -> None:
     """No index, address, hash or local build, which are one machine's."""
-    assert [line for line in LINES if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.]*", line)] == []
+    assert [line for line in lines(file) if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.]*", line)] == []
 
 
 @pytest.mark.parametrize("requirement", [r for r in NEEDED if r.name != PROJECT["name"]], ids=lambda r: r.name)
 def test_what_the_project_asks_for_is_pinned_to_what_it_allows(requirement: Requirement) -> None:
-    found = {normalised(name): version for name, version in PINNED.items()}
-    assert requirement.specifier.contains(found[normalised(requirement.name)])
+    assert requirement.specifier.contains(pinned(FILES[0])[normalised(requirement.name)])
+
+
+def test_what_sglangs_tests_ask_for_is_pinned_to_what_they_allow() -> None:
+    needed = [Requirement(text) for text in (*PROJECT["dependencies"], *lines(SGLANG / "requirements.txt"))]
+    found = pinned(SGLANG / "constraints.txt")
+    assert [str(r) for r in needed if not r.specifier.contains(found.get(normalised(r.name), "0"))] == []
+
+
+def test_the_makefiles_torch_is_the_pinned_one() -> None:
+    assert [pinned(file)["torch"] for file in FILES] == [version_in_makefile("torch")] * 2
+    assert pinned(FILES[1])["triton"] == version_in_makefile("triton")
+
+
+def test_the_tests_are_of_the_extras_sglang() -> None:
+    assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={version_in_makefile('sglang')}"]
 
 
 @pytest.mark.parametrize("file", ["Makefile", "deploy/Dockerfile", "deploy/bare-metal/install.sh"])
@@ -42,11 +74,6 @@ def test_it_is_applied(file: str) -> None:
         line for line in (ROOT / file).read_text().splitlines() if re.search(r"pip install .*(\.|whl|wheel)", line)
     ]
     assert installs and "constraints.txt" in (ROOT / file).read_text()
-
-
-def test_the_makefiles_torch_is_the_pinned_one() -> None:
-    (torch,) = re.findall(r"^TORCH\s+\?= torch==(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert PINNED["torch"] == torch
 
 
 def test_a_report_becomes_sorted_pins_without_this_project_and_without_builds() -> None:
