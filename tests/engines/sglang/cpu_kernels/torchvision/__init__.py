@@ -1,4 +1,4 @@
-"""The installed torchvision over a PyTorch that its operators were not built for; released SGLang imports it for images.
+"""The installed torchvision over a PyTorch that its operators were not built for; SGLang imports it, for images.
 
 Its wheels go with the CUDA builds of PyTorch. Over a CPU build its library does not load, and its import fails for want
 of two operators to describe: they are declared here, and the installed package is executed in this one's place.
