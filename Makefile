@@ -17,6 +17,9 @@ SGLANG_PINS   ?= $(if $(PINS),-c tests/engines/sglang/constraints.txt)
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
+# Of `make gpu-e2e`, which makes no environment.
+GPU_PYTHON ?= python3
+
 BIN  := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
@@ -26,12 +29,12 @@ ASKED := pyproject.toml deploy/constraints.txt
 # The laptop's load: small lengths, few users. LOAD_ARGS adds to it: make load LOAD_ARGS="--shape steps --users 8"
 LOAD_RUN := --scale 0.35 --users 4 --duration 60 --goodput ttft=2.0,tpot=0.25 --out load-report
 
-.PHONY: serve test test-full test-sglang lint bench load soak setup model dashboards monitor constraints clean
+.PHONY: serve test test-full test-sglang lint bench load soak gpu-e2e setup model dashboards monitor constraints clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## */  make \1\t/' | expand -t 16
 
 $(VENV)/bin/python $(SGL)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
@@ -103,6 +106,10 @@ load: $(LOAD) model  ## load the server on $(PORT), or one started for it; repor
 
 soak: $(LOAD) model  ## half an hour of load with killed replicas, readers who leave and invalid bodies
 	$(BIN)/python -m load_tests soak $(SOAK_ARGS)
+
+# With the machine's own PyTorch and, in $$SITE, SGLang and Ray.
+gpu-e2e:  ## on a GPU machine: serve with SGLang, measure, break, report (docs/sglang.md); E2E_ARGS="--stages kill"
+	tests/gpu/run_sglang.sh $(GPU_PYTHON) -m deploy.gpu_e2e $(E2E_ARGS)
 
 constraints: $(BASE)  ## pin anew what pip resolves today (deploy/constraints.txt); run the tests before you commit it
 	$(BIN)/python -m deploy.pins deploy/constraints.txt "$(TORCH)" ".[dev,gpu]"

@@ -122,6 +122,14 @@ def _bounded(
     return None
 
 
+def captured_metadata(original: Callable[..., None], backend: Any, *args: Any, **kwargs: Any) -> None:
+    """The step's own kernel has written what this would write for the forward that is about to be replayed."""
+    from serve_app.sglang_plugin.plan import take_plan
+
+    if not take_plan(backend):
+        original(backend, *args, **kwargs)
+
+
 def batch_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
     """Record what reached the clients: only here is it known where a stop or a limit cut the accepted tokens."""
     if not is_ddtree(processor.server_args):
@@ -177,6 +185,11 @@ HOOKS = (
     Hook(_SRT + "model_executor.model_runner.ModelRunner._extend_forward_kwargs", draft_embeds, "AROUND"),
     Hook(
         _SRT + "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state", triton_graph_state, "AROUND"
+    ),
+    Hook(
+        _SRT + "layers.attention.triton_backend.TritonAttnBackend._apply_cuda_graph_metadata",
+        captured_metadata,
+        "AROUND",
     ),
     Hook(
         _SRT + "layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
