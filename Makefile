@@ -25,6 +25,8 @@ BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 LOAD := $(VENV)/.load
 SGL  := $(VENV)-sglang
+# Under a name of its own: a recipe that names $(MAKE) is run by make -n too, tests and all.
+AGAIN := $(MAKE) --no-print-directory
 ASKED := pyproject.toml deploy/constraints.txt
 # The laptop's load: small lengths, few users. LOAD_ARGS adds to it: make load LOAD_ARGS="--shape steps --users 8"
 LOAD_RUN := --scale 0.35 --users 4 --duration 60 --goodput ttft=2.0,tpot=0.25 --out load-report
@@ -63,7 +65,7 @@ serve: model  ## serve the laptop model on $(PORT)
 # Both suites run to their ends; whichever fails, this does.
 test: $(DEV) model  ## the whole test suite, and test-sglang
 	@failed=0; $(BIN)/python -m pytest $(PYTEST_ARGS) || failed=1; \
-	$(MAKE) --no-print-directory test-sglang || failed=1; exit $$failed
+	$(AGAIN) test-sglang || failed=1; exit $$failed
 
 # An environment of its own: SGLang's pins are not the rest's. It requires gigabytes of CUDA, which nothing here runs.
 $(SGL)/.ready: Makefile pyproject.toml $(addprefix tests/engines/sglang/,requirements.txt constraints.txt) | $(SGL)/bin/python

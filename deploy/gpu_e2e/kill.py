@@ -76,12 +76,13 @@ def resumes(url: str) -> dict[str, float]:
     return by_label({"gateway_resumes_total": samples}, "gateway_resumes_total", "outcome")
 
 
-def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float) -> dict[str, Any]:
+def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float, found: dict[str, Any]) -> None:
     """Read every question undisturbed, twice, then again while the oldest engine below process `root` is killed.
 
-    Returns a dictionary for the report: `identical` of `streams` texts; `identical_undisturbed`, how many were the same
-    the second time, since batches differ in shape and near-ties fall anew; `resumed` answers; `problems`; `differing`;
-    and `healed_s`, the seconds until there were as many engines again (None where the time did not suffice).
+    Fills `found` for the report as it goes: `identical` of `streams` texts; `identical_undisturbed`, how many were the
+    same the second time, since batches differ in shape and near-ties fall anew; `resumed` answers; `problems`;
+    `differing`; and `healed_s`, the seconds until there were as many engines again (None where the time did not
+    suffice).
     """
     end = time.monotonic() + left_s
     serving = wait_for_two(url, left_s / 2)
@@ -96,7 +97,7 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
     killed = time.monotonic()
     read_all(during, max(1.0, end - time.monotonic()))
     texts = [(one.text, other.text) for one, other in zip(before, during, strict=True)]
-    found = {
+    found |= {
         "placed": where,
         "streams": len(during),
         "identical": sum(one == other for one, other in texts),
@@ -119,7 +120,6 @@ def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: floa
             found["healed_s"] = round(time.monotonic() - killed, 1)
             break
         time.sleep(0.5)
-    return found
 
 
 def wait_for_two(url: str, timeout_s: float) -> set[str]:
@@ -133,13 +133,14 @@ def wait_for_two(url: str, timeout_s: float) -> set[str]:
 
 
 def placed(root: int) -> list[dict[str, Any]]:
-    """Each engine replica's process, its node's (the raylet that started it), and the GPUs that its scheduler sees."""
+    """Each engine replica's process, its node's (the raylet above it), and the GPUs that its scheduler sees."""
     found = []
     for pid in engines(root):
         try:
             process = psutil.Process(pid)
             seen = {child.environ().get("CUDA_VISIBLE_DEVICES") for child in process.children()}
-            found.append({"pid": pid, "node": process.ppid(), "gpus": sorted(seen - {None})})
+            node = next((parent.pid for parent in process.parents() if parent.name() == "raylet"), None)
+            found.append({"pid": pid, "node": node, "gpus": sorted(seen - {None})})
         except psutil.Error as error:
             found.append({"pid": pid, "unknown": str(error)})
     return found

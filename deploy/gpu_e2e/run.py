@@ -50,7 +50,8 @@ class Run:
 
     def __init__(self, machine: Machine, options: Options, facts: dict[str, Any]) -> None:
         self._machine, self._options = machine, options
-        self._end = time.monotonic() + options.seconds
+        self._began = time.monotonic()
+        self._end = self._began + options.seconds
         self._logs = options.work / "logs"
         shutil.rmtree(self._logs, ignore_errors=True)
         self._logs.mkdir(parents=True)
@@ -147,9 +148,11 @@ class Run:
         if name in ("kill", "nodes"):
             # Long enough that they still run when the last of them has begun.
             tokens = options.tokens * (1 if self._machine.cpu else 2)
-            return stages.killed(app, options.kill_streams, tokens, min(left, 145.0))
+            found: dict[str, Any] = {}
+            self.report["stages"][name] = found  # kept as far as it came
+            return stages.killed(app, options.kill_streams, tokens, min(left, 145.0), found)
         load = stages.Throughput(app, phase.child, options.levels, options.tokens, options.rounds)
-        self.report["stages"][name] = load.result  # kept as far as it came
+        self.report["stages"][name] = load.result  # likewise
         return load.run(left)
 
     def _stage(self, name: str, work: Callable[[], dict[str, Any]], limit_s: float) -> bool:
@@ -190,6 +193,7 @@ class Run:
         for phase in self._started:
             self._end_phase(phase)
         self._join_closing()
+        self.report["facts"]["took_s"] = round(time.monotonic() - self._began, 1)
         report.write(self.report, self._options.out)
         pack(self._logs, self._options.out / "logs.tar.xz", LOG_BYTES)
 

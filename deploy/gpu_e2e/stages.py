@@ -177,5 +177,7 @@ def dashboards(app: Application, before: panels.Scrape, prometheus: panels.Prome
     return {**found, "series": len(after)}
 
 
-def killed(app: Application, streams: int, tokens: int, left_s: float) -> dict[str, Any]:
-    return kill.run(app.url, app.pid, QUESTIONS[:streams], tokens, left_s)
+def killed(app: Application, streams: int, tokens: int, left_s: float, found: dict[str, Any]) -> dict[str, Any]:
+    """`found` is filled as it goes, and returned."""
+    kill.run(app.url, app.pid, QUESTIONS[:streams], tokens, left_s, found)
+    return found
