@@ -1,5 +1,6 @@
 """Fixtures: a Ray cluster of this test session's own, and Serve applications on it behind a real socket."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -48,6 +49,12 @@ class Served:
     @property
     def port(self) -> int:
         return int(self.url.split(":")[2].split("/")[0])
+
+
+def require_sglang() -> None:
+    """Skips where SGLang is not installed; an installed one that cannot be imported is a failure."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed: make test-sglang")
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,7 @@ def batch_result(original: Callable[..., None], processor: Any, batch: Any, resu
 
 
 def prefill_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Count prompt tokens, and the first tokens that reached the clients (a chunk in the middle of a prompt has none)."""
+    """Count prompt tokens, and first tokens that reached the clients (a chunk in the middle of a prompt has none)."""
     if not is_ddtree(processor.server_args):
         return original(processor, batch, result)
     from serve_app.sglang_plugin import metrics

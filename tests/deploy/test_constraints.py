@@ -21,29 +21,60 @@ from tests.deploy.test_image import stages
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ("dev", "load", "tracing", "gpu")
-LINES = [line for line in (DEPLOY / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-PINNED = dict(line.split("==") for line in LINES)
 NEEDED = [Requirement(text) for text in (
     *PROJECT["dependencies"], *(text for extra in EXTRAS for text in PROJECT["optional-dependencies"][extra])
 )]  # fmt: skip
+# Of the environment that SGLang's tests run in.
+SGLANG = ROOT / "tests" / "engines" / "sglang"
+FILES = [DEPLOY / "constraints.txt", SGLANG / "constraints.txt"]
 
 
 def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_a_pin_is_a_name_and_a_version() -> None:
+def lines(file: Path) -> list[str]:
+    """Without comments."""
+    found = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
+    return [line for line in found if line]
+
+
+def pinned(file: Path) -> dict[str, str]:
+    return {normalised(name): version for name, version in (line.split("==") for line in lines(file))}
+
+
+def version_in_makefile(name: str) -> str:
+    (version,) = re.findall(rf"^{name.upper()}\s+\?= {name}==(\S+)", MAKEFILE, re.MULTILINE)
+    return str(version)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_pin_is_a_name_and_a_version(file: Path) -> None:
     """No index, address, hash or local build, which are one machine's."""
-    assert [line for line in LINES if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.]*", line)] == []
+    assert [line for line in lines(file) if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.]*", line)] == []
 
 
 @pytest.mark.parametrize("requirement", [r for r in NEEDED if r.name != PROJECT["name"]], ids=lambda r: r.name)
 def test_what_the_project_asks_for_is_pinned_to_what_it_allows(requirement: Requirement) -> None:
-    found = {normalised(name): version for name, version in PINNED.items()}
-    assert requirement.specifier.contains(found[normalised(requirement.name)])
+    assert requirement.specifier.contains(pinned(FILES[0])[normalised(requirement.name)])
 
 
-def pinned(command: str) -> str:
+def test_what_sglangs_tests_ask_for_is_pinned_to_what_they_allow() -> None:
+    needed = [Requirement(text) for text in (*PROJECT["dependencies"], *lines(SGLANG / "requirements.txt"))]
+    found = pinned(SGLANG / "constraints.txt")
+    assert [str(r) for r in needed if not r.specifier.contains(found.get(normalised(r.name), "0"))] == []
+
+
+def test_the_makefiles_torch_is_the_pinned_one() -> None:
+    assert [pinned(file)["torch"] for file in FILES] == [version_in_makefile("torch")] * 2
+    assert pinned(FILES[1])["triton"] == version_in_makefile("triton")
+
+
+def test_the_tests_are_of_the_extras_sglang() -> None:
+    assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={version_in_makefile('sglang')}"]
+
+
+def held_by(command: str) -> str:
     """The file that a `pip install` is held by."""
     (file,) = re.findall(r" -c (\S+)", command) or [""]
     return str(file)
@@ -58,7 +89,9 @@ def test_make_installs_nothing_unpinned(tmp_path: Path) -> None:
     # pip itself is what an environment begins with.
     installs = [line for line in done.stdout.splitlines() if " pip install " in line and "--upgrade pip" not in line]
     assert len(installs) >= 4
-    assert {pinned(line) for line in installs} == {"deploy/constraints.txt"}
+    # Single packages, without what they require.
+    exact = [line for line in installs if re.search(r" --no-deps( --target \S+)?( \"[a-z]+==[0-9.]+\")+$", line)]
+    assert {held_by(line) for line in installs if line not in exact} == {str(file.relative_to(ROOT)) for file in FILES}
 
 
 PYTHON = """#!/bin/sh
@@ -104,12 +137,12 @@ def test_the_install_script_pins_by_the_extras_file(tmp_path: Path, extras: str,
     (tmp_path / "deploy" / "constraints-sglang.txt").write_text("torch==2.11.0\n")
     line = installed(tmp_path, extras)
     assert line.endswith(f"ddtree_serve-1.2.3-py3-none-any.whl[{extras}]")
-    assert Path(pinned(line)).resolve() == tmp_path / "deploy" / file
+    assert Path(held_by(line)).resolve() == tmp_path / "deploy" / file
 
 
 def test_the_install_script_holds_sglang_to_no_other_engines_torch(tmp_path: Path) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
-    assert pinned(installed(tmp_path, "gpu,sglang")) == ""
+    assert held_by(installed(tmp_path, "gpu,sglang")) == ""
 
 
 @pytest.mark.parametrize(("stage", "there", "files"), [
@@ -137,11 +170,6 @@ def copied(lines: list[str]) -> list[tuple[str, str]]:
     """What a stage copies, and to where."""
     words = [line.removeprefix("COPY ").replace("--from=wheel ", "").split() for line in lines if "COPY " in line]
     return [(source, place) for source, place in words]
-
-
-def test_the_makefiles_torch_is_the_pinned_one() -> None:
-    (torch,) = re.findall(r"^TORCH\s+\?= torch==(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert PINNED["torch"] == torch
 
 
 def test_a_report_becomes_sorted_pins_without_this_project_and_without_builds() -> None:

@@ -162,6 +162,8 @@ def test_steps_emit_what_decoding_one_by_one_would(
     lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
     state = DDTreeDraftInput.of(torch.tensor([text[-1] for text in texts]), lengths)
     accepted = []
+    phases: list[str] = []
+    monkeypatch.setattr("serve_app.sglang_plugin.metrics.phase", lambda name, seconds: phases.append(name))
     for _ in range(7):
         state.reserved_seq_lens_cpu = (lengths + 20).int()
         state.reserved_seq_lens_sum = int(state.reserved_seq_lens_cpu.sum())
@@ -174,6 +176,7 @@ def test_steps_emit_what_decoding_one_by_one_would(
             accepted.append(length)
         lengths, state = result.new_seq_lens, result.next_draft_input
         assert torch.equal(published[0], lengths)
+    assert phases == ["draft", "verify", "accept"] * 7
     for prompt, text, length in zip(PROMPTS, texts, lengths.tolist(), strict=True):
         expected = list(prompt)
         while len(expected) < len(text):
