@@ -3,8 +3,8 @@ it has. The run itself needs a GPU, or SGLang on a CPU (`--cpu`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import asyncio
+import dataclasses
 import json
 import re
 import signal
