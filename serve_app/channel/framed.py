@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from typing import cast
 
-from serve_app.channel.wire import ChannelError
+from serve_app.channel.wire import HEADER, ChannelError, join
 
-HEADER = struct.Struct(">I")
 # A peer that fell silent: probes while nothing is said, and how long what was said may go unacknowledged.
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
+# What a message takes beside its entries, and more.
+ROOM = 64
 
 
 class Framed(asyncio.Protocol):
@@ -81,13 +81,12 @@ class Framed(asyncio.Protocol):
         entries, self._entries = self._entries, []
         if self.closed or self._transport is None:
             return
-        size = sum(map(len, entries))
-        if size <= self._limit_out:
-            self._transport.write(b"".join((HEADER.pack(size), *entries)))
+        if sum(map(len, entries)) < self._limit_out - ROOM:
+            self._transport.write(join(entries))
             return
         # More than one message's worth at once: each entry fits by itself.
         for entry in entries:
-            self._transport.write(HEADER.pack(len(entry)) + entry)
+            self._transport.write(join([entry]))
 
     def pending(self) -> int:
         """Bytes that have not reached the operating system."""

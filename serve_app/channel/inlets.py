@@ -179,7 +179,7 @@ class _Line(Framed):
         self.send(pack_greeting(MAGIC, self._offer.token, self._inlets.id))
 
     def message(self, body: bytes) -> None:
-        entries = unpack(body, MAX_ITEMS)
+        entries = unpack(body)
         if not self.greeted.done():
             self.greeted.set_result(None)
             entries = entries[1:]

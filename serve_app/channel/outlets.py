@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 
-from serve_app.channel.framed import Framed
+from serve_app.channel.framed import ROOM, Framed
 from serve_app.channel.wire import (
     MAGIC,
     MAX_CONTROL,
@@ -60,7 +60,7 @@ class _Line(Framed):
         self._greeting = self._loop.call_later(GREETING_WITHIN_S, self.close, ChannelError("no greeting"))
 
     def message(self, body: bytes) -> None:
-        entries = unpack(body, MAX_CONTROL)
+        entries = unpack(body)
         if not self.ingress:
             self._greeted(entries)
             return
@@ -105,7 +105,7 @@ class _Line(Framed):
         if self.closed:
             raise LineLost
         entry = pack_item(stream, number, item)
-        if len(entry) > MAX_ITEMS:
+        if len(entry) > MAX_ITEMS - ROOM:
             return False
         self._outstanding[stream] += cost(item)
         self.send(entry)

@@ -1,14 +1,15 @@
 """What travels on a channel, and what the handle call beside it carries.
 
-A message is its length and a msgpack array of entries; the first message of either side is its greeting. Entries of the
-replica are items, numbered within their stream, and ends; of the ingress, what it has taken of a stream. msgpack makes
-plain data only, so that a peer can at worst say something wrong.
+A message is its length and a msgpack array of entries, which are arrays; the first message of either side is its
+greeting. Entries of the replica are items, numbered within their stream, and ends; of the ingress, what it has taken of
+a stream. msgpack makes plain data only, so that a peer can at worst say something wrong.
 
 What this module does not do: sockets.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ MAX_ITEMS, MAX_CONTROL = 8 * 1024 * 1024, 64 * 1024
 # What an item counts against a stream's window beside its data.
 ITEM_OVERHEAD = 64
 ITEM, END = 0, 1
+HEADER = struct.Struct(">I")
+_HEAD, _ARRAY = struct.Struct(">IBI"), 5
 
 
 class ChannelError(Exception):
@@ -106,17 +109,20 @@ def pack_taken(stream: int, size: int) -> bytes:
     return packed
 
 
-def unpack(message: bytes | memoryview, limit: int) -> list[Any]:
-    """The entries of a message. Raises ChannelError."""
-    unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
+def join(entries: Sequence[bytes]) -> bytes:
+    """A message: its length, and an array of the entries."""
+    size = sum(map(len, entries))
+    return b"".join((_HEAD.pack(size + _ARRAY, 0xDD, len(entries)), *entries))
+
+
+def unpack(message: bytes | memoryview) -> list[Any]:
+    """The entries of a message, without its length. Raises ChannelError."""
     try:
-        unpacker.feed(message)
-        entries = list(unpacker)
-        read = unpacker.tell()
+        entries = msgpack.unpackb(message)
     except Exception as error:  # whatever a stranger's bytes make it raise
         raise ChannelError(f"not msgpack: {type(error).__name__}") from None
-    if read != len(message) or not all(isinstance(entry, list) for entry in entries):
-        raise ChannelError("not a row of entries")
+    if not isinstance(entries, list) or not all(isinstance(entry, list) for entry in entries):
+        raise ChannelError("not an array of entries")
     return entries
 
 
