@@ -79,6 +79,10 @@ class Inlet:
 
     def parcel(self, parcel: Parcel) -> None:
         """On the handle call."""
+        if parcel.item is None:
+            self._moved, self._total = True, parcel.number
+            self._wake()
+            return
         if parcel.number < 0:
             self.fail(parcel.item.error or lost())
             return
@@ -89,14 +93,13 @@ class Inlet:
         self._add(parcel.number, parcel.item, taken=True)
 
     def call_ended(self) -> None:
-        """The handle call is over, without an error. If everything came on it that is the end; else the channel tells,
-        soon."""
-        if self._total is None:
-            if self._parcels and not self._moved:
-                self._total = self._parcels
-                self._wake()
-            else:
-                self._patience = self._loop.call_later(REST_WITHIN_S, self.fail, lost())
+        """The handle call is over, without an error. If everything came on it that is the end; else what is missing
+        comes over the channel, soon."""
+        if not self._moved:
+            self._total = self._parcels
+            self._wake()
+        elif not self.complete:
+            self._patience = self._loop.call_later(REST_WITHIN_S, self.fail, lost())
 
     def fail(self, error: BaseException) -> None:
         """What has arrived still comes out, then this."""

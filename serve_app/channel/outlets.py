@@ -170,6 +170,9 @@ class Outlets:
                     number += 1
             if line is not None:
                 line.send(pack_end(ticket.stream, number))
+                # Serve tells by the call's metadata whether a replica took it, and gRPC may lose them where no message
+                # follows.
+                yield Parcel(number, None, True)
         except LineLost:
             yield lost_parcel()
         finally:

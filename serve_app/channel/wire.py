@@ -60,10 +60,11 @@ class Offer(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """An item on the handle call. `number`: its place in the stream; negative for an error that overtakes what is on
-    its way. `moved`: others come over the channel. `offer`: how to connect, in the first one."""
+    its way. `moved`: others come over the channel. `offer`: how to connect, in the first one. `item`: None where the
+    stream ends, after as many items as `number` says."""
 
     number: int
-    item: Item
+    item: Item | None
     moved: bool = False
     offer: Offer | None = None
 

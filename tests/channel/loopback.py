@@ -16,10 +16,11 @@ from tests.direct import make_replica
 
 
 class Call:
-    """A streaming call; `brought` is what came on it."""
+    """A streaming call; `brought` is what came on it beside its end."""
 
     def __init__(self, parcels: AsyncIterator[Parcel]) -> None:
         self.brought: list[Parcel] = []
+        self.messages = 0
         self.failure: Exception | None = None
         self.cancelled = False
         self._queue: asyncio.Queue[Parcel | None] = asyncio.Queue()
@@ -28,7 +29,9 @@ class Call:
     async def _run(self, parcels: Any) -> None:
         try:
             async for parcel in parcels:
-                self.brought.append(parcel)
+                self.messages += 1
+                if parcel.item is not None:
+                    self.brought.append(parcel)
                 self._queue.put_nowait(parcel)
         finally:
             await parcels.aclose()
