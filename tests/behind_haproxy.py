@@ -77,5 +77,6 @@ def test_a_stream_whose_ingress_is_lost_breaks_off_as_a_connection_does(lonely: 
 def test_a_whole_answer_whose_ingress_is_lost_is_an_envelope(lonely: Served, ingress: int) -> None:
     threading.Timer(1, os.kill, (ingress, signal.SIGKILL)).start()
     answer = httpx.post(lonely.url + CHAT, json=chat("a delay=0.1 repeat=100"), timeout=60, trust_env=False)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+    # HAProxy's own, or the edge's where Serve's proxy stood in for an ingress that was just replaced.
+    assert answer.status_code == 503 and answer.json()["error"]["code"] in ("not_ready", "replica_lost")
     assert answer.headers["x-should-retry"] == "true" and int(answer.headers["retry-after"]) >= 1
