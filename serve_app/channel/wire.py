@@ -88,7 +88,9 @@ def pack_item(stream: int, number: int, item: Item) -> bytes:
     """One entry."""
     progress = [(p.choice, p.token_ids, p.finished, p.usage and _usage(p.usage), p.offset) for p in item.progress]
     error = None if item.error is None else _error(item.error)
-    packed: bytes = msgpack.packb((ITEM, stream, number, item.data, item.tokens, item.content, progress, error))
+    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error
+    # An engine's numbers may be some library's.
+    packed: bytes = msgpack.packb(entry, default=int)
     return packed
 
 

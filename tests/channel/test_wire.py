@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +57,9 @@ def test_whatever_bytes_are_an_entry_or_refused(noise: bytes) -> None:
 def test_a_message_that_ends_too_soon_is_refused(cut: int) -> None:
     with pytest.raises(ChannelError):
         unpack(join([pack_item(1, 0, Item(b"data: x\n\n", 3))])[HEADER.size : -cut])
+
+
+def test_token_ids_of_an_array_are_numbers() -> None:
+    item = Item(b"x", 2, True, None, (Progress(0, tuple(np.array([5, 2**40]))),))
+    (entry,) = unpack(join([pack_item(1, 0, item)])[HEADER.size :])
+    assert item_of(entry).progress == (Progress(0, (5, 2**40)),)
