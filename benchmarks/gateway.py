@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from load_tests.processes import sample
+from load_tests.target import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -245,9 +245,7 @@ async def unary_ms(client: httpx.AsyncClient, repeats: int = 200) -> float:
 
 
 def run(server: str, streams: list[int], steps: int) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "benchmarks.gateway", "--child", server, str(port)]
     child = subprocess.Popen(

@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from typing import Any
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from load_tests.target import free_port
 from serve_app.engines.base import Chunk, EngineStats, ModelInfo, Usage
 from serve_app.errors import EngineFailed
 from serve_app.launch import SERVE_SWITCHES
@@ -148,12 +148,6 @@ def main() -> None:
         finally:
             serve.shutdown()
             ray.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

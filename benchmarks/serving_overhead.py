@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 import aiohttp
 from tqdm import tqdm
 
+from load_tests.target import free_port
 from serve_app.config import Config, load_config
 from serve_app.engines import create_engine
 from serve_app.engines.base import GenerateRequest, SamplingParams
@@ -126,9 +126,7 @@ async def through_http(
 
 
 async def serve_and_measure(model: str, tokens: int, repeats: int, levels: list[int], bar: tqdm) -> dict[int, dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     base = f"http://127.0.0.1:{port}"

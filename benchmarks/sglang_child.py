@@ -119,7 +119,7 @@ def traffic(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 def _any_params(rng: random.Random, request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     kind = rng.choice(("greedy", "greedy", "sampled", "sampled", "json", "regex", "stop"))
-    params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice((1, 5, 20, 60, 200))}
+    params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": rng.choice(request["lengths"])}
     if kind == "sampled":
         params |= {"temperature": rng.choice((0.3, 0.8, 1.2)), "top_p": rng.choice((1.0, 0.9))}
         params |= {"top_k": rng.choice((-1, 20)), "min_p": rng.choice((0.0, 0.05))}

@@ -10,10 +10,13 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+
+from load_tests.target import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAT = (
@@ -31,10 +34,15 @@ TOPICS = (
 )  # fmt: skip
 
 
-def chat_prompts(count: int) -> list[str]:
-    """The first `count` of 200 different chat prompts, tasks and topics mixed."""
+def questions(count: int) -> list[str]:
+    """The first `count` of 200 different questions, tasks and topics mixed."""
     pairs = [(TASKS[(i + j) % len(TASKS)], TOPICS[j]) for i in range(len(TASKS)) for j in range(len(TOPICS))]
-    return [CHAT.format(task.format(topic)) for task, topic in pairs[:count]]
+    return [task.format(topic) for task, topic in pairs[:count]]
+
+
+def chat_prompts(count: int) -> list[str]:
+    """Those questions as the laptop model's chat prompts."""
+    return [CHAT.format(question) for question in questions(count)]
 
 
 def engine_arguments(model: str, drafter: str, mode: str, **changes: Any) -> dict[str, Any]:
@@ -48,6 +56,7 @@ def engine_arguments(model: str, drafter: str, mode: str, **changes: Any) -> dic
         "cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True, "enable_metrics": True,
         "log_level": "info", "random_seed": 1, "skip_server_warmup": True,
         "sleep_on_idle": True,  # the engines that are not asked leave the CPU to the one that is
+        "nccl_port": free_port(),  # SGLang's own choice is taken by another of many engines that start together
     }  # fmt: skip
     if mode == "ar-eager":
         arguments["disable_cuda_graph"] = True
@@ -60,14 +69,22 @@ def engine_arguments(model: str, drafter: str, mode: str, **changes: Any) -> dic
 
 
 class Child:
-    """A running engine process. `log` gets everything it prints."""
+    """A running engine process. `log` gets everything it prints. `program`: another one of the same
+    protocol, as the interpreter is given it."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        log: Path,
+        env: dict[str, str] | None = None,
+        program: Sequence[str] = (str(ROOT / "benchmarks" / "sglang_child.py"),),
+    ) -> None:
         self.name = name
         self.start_s: float | None = None
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-u", str(ROOT / "benchmarks" / "sglang_child.py"), json.dumps(arguments)],
+            [sys.executable, "-u", *program, json.dumps(arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=ROOT,
             env={**os.environ, **(env or {})}, start_new_session=True,
         )  # fmt: skip

@@ -1,9 +1,11 @@
-"""DDTREE against AR and DFLASH on one GPU, all in one run: engines start side by side and are measured one at a time.
+"""DDTREE against AR and DFLASH on one GPU, all in one run: engines start side by side and take turns.
 
     python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
+    python benchmarks/sglang_gpu.py MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
-same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all.
+same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all. The
+modes take turns at parts of the prompts: the host is shared, and a slow minute of it must not fall on one mode alone.
 Beside the runs: where a DDTREE step's time goes, and the memory of its captured state.
 
 What this program does not do: check that the outputs are right (tests/gpu does).
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import random_llama
 from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
 from benchmarks.sglang_trace import busy, read_kernels, step_phases
 
@@ -37,22 +40,13 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpu, **{name: version(name) for name in ("sglang", "torch", "triton")}, "trees": trees}
 
 
-def measure(child: Child, batch: int, tokens: int, prompts: int, left: float) -> dict[str, Any]:
-    """`prompts` prompts in groups of `batch`, `tokens` tokens each, after a warm-up group."""
+def measure(child: Child, groups: list[list[str]], tokens: int, left: float) -> dict[str, float]:
+    """Groups of prompts one after the other, `tokens` tokens for each prompt: seconds, tokens, steps."""
     params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    asked = chat_prompts(200)[:prompts]
-    groups = [asked[start : start + batch] for start in range(0, prompts, batch)]
-    child.ask("time", left, prompts=groups[-1], params=params)
     timings = [child.ask("time", left, prompts=group, params=params) for group in groups]
-    seconds, made, steps, longest = (
-        sum(timing[key] for timing in timings) for key in ("seconds", "tokens", "verify_steps", "longest_steps")
-    )
-    return {
-        "tok_s": round(made / seconds, 1),
-        "tok_s_per_request": round(made / seconds / batch, 1),
-        "acceptance_length": round(made / steps, 3) if steps else 1.0,
-        "step_ms": round(1000 * seconds / (longest or tokens * len(timings)), 3),
-    }
+    sums = {key: sum(timing[key] for timing in timings) for key in ("seconds", "tokens", "verify_steps")}
+    # A group ends with its slowest request; without drafts every request takes a step per token.
+    return sums | {"steps": sum(timing["longest_steps"] or tokens for timing in timings)}
 
 
 def phases(child: Child, batch: int, folder: Path, left: float) -> dict[str, Any]:
@@ -80,17 +74,27 @@ def fallbacks(child: Child, left: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("drafter")
+    parser.add_argument("drafter", nargs="?")
+    parser.add_argument("--random", action="store_true", help="`random_llama` in MODEL's place: step times only")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of every engine")
     parser.add_argument("--out", type=Path, default=Path("docs/results/sglang_gpu.json"))
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--modes", default=MODES)
     parser.add_argument("--batches", default=BATCHES)
     parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each mode takes at a batch size")
     parser.add_argument("--stagger", type=float, default=45)
     arguments = parser.parse_args()
+    if (arguments.drafter is None) != arguments.random:
+        parser.error("give a drafter, or --random")
     deadline = time.monotonic() + arguments.seconds
     result: dict[str, Any] = {"machine": machine(), "runs": [], "phases_ms": {}, "graph_state": {}}
+    result["machine"] |= {"tp": arguments.tp, "weights": "random" if arguments.random else "trained"}
+    target, drafter, more = arguments.model, arguments.drafter, {"tp_size": arguments.tp}
+    if arguments.random:
+        target, drafter = map(str, random_llama.write(arguments.logs / "random", Path(arguments.model)))
+        more |= {"load_format": "dummy", "speculative_draft_load_format": "dummy", "context_length": 4096}
     if arguments.out.exists():
         result |= json.loads(arguments.out.read_text())
     batches = [int(size) for size in arguments.batches.split(",")]
@@ -98,50 +102,86 @@ def main() -> None:
     try:
         for name in arguments.modes.split(","):
             changes = {"cuda_graph_max_bs_decode": max(batches), "max_running_requests": max(batches)}
-            fields = engine_arguments(arguments.model, arguments.drafter, name, **changes)
+            fields = engine_arguments(target, drafter, name, **changes, **more)
             children[name] = Child(name, fields, arguments.logs / f"{name}.log")
             if len(children) == 1:
                 time.sleep(arguments.stagger)  # the others then find its compiled kernels
-        for name, child in children.items():
+        for name, child in list(children.items()):
             try:
                 child.wait_ready(deadline - time.monotonic())
-                runs(result, name, child, batches, arguments, deadline)
-            except RuntimeError as error:  # one mode's failure must not cost the others their numbers
-                result.setdefault("failed", {})[name] = str(error)[-2000:]
-                print(name, error, file=sys.stderr)
+            except RuntimeError as error:
+                give_up(result, children, name, error)
+        save(result, arguments.out)
+        for batch in batches:
+            rounds(result, children, batch, arguments, deadline)
+        for name, child in children.items():
+            result["graph_state"][name] = graph_state(arguments.logs / f"{name}.log")
+            if name.startswith("ddtree") and name not in result["phases_ms"] and deadline - time.monotonic() > 15:
+                folder, left = arguments.logs / f"trace-{name}", deadline - time.monotonic()
+                result["phases_ms"][name] = {
+                    str(size): phases(child, size, folder.with_name(f"{folder.name}-{size}"), left) for size in (1, 8)
+                }
             save(result, arguments.out)
     finally:
         for child in children.values():
             child.close()
 
 
-def runs(
-    result: dict[str, Any], name: str, child: Child, batches: list[int], arguments: argparse.Namespace, deadline: float
+def rounds(
+    result: dict[str, Any], children: dict[str, Child], batch: int, arguments: argparse.Namespace, deadline: float
 ) -> None:
-    """Measure one engine at every batch size that `result` lacks."""
-    mode, _, budget = name.partition("-") if name.startswith("ddtree") else (name, "", "")
+    """One batch size: the prompts in `--rounds` parts, every mode taking its turn at each part."""
     done = {(run["mode"], run["budget"], run["batch"]) for run in result["runs"]}
-    before = fallbacks(child, deadline - time.monotonic())
-    for batch in batches:
-        key = (mode, int(budget or 0), batch)
-        left = deadline - time.monotonic()
-        if key in done or left < 10:
-            continue
-        # Eager decoding is an order of magnitude slower and its step time steady.
-        tokens, prompts = (32, batch) if mode == "ar-eager" else (arguments.tokens, max(32, batch))
-        run: dict[str, Any] = dict(zip(("mode", "budget", "batch"), key, strict=True))
-        run |= measure(child, batch, tokens, prompts, left)
-        after = fallbacks(child, left)
-        run["fallbacks"] = sum(after.values()) - sum(before.values())
-        before = after
+    keys = {name: key(name, batch) for name in children if key(name, batch) not in done}
+    prompts = chat_prompts(200)[: max(32, batch)]
+    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    count = min(arguments.rounds, len(groups))
+    before = {name: fallbacks(children[name], deadline - time.monotonic()) for name in keys}
+    parts: dict[str, list[dict[str, float]]] = {name: [] for name in keys}
+    for turn in range(count):
+        for name in list(keys):
+            left = deadline - time.monotonic()
+            if left < 10:
+                return
+            # Eager decoding is an order of magnitude slower and its step time steady.
+            eager = name == "ar-eager"
+            tokens, taken = (24, groups[:1]) if eager else (arguments.tokens, groups[turn::count])
+            try:
+                if turn == 0:
+                    measure(children[name], taken[:1], tokens, left)
+                if turn == 0 or not eager:
+                    parts[name].append(measure(children[name], taken, tokens, left))
+            except RuntimeError as error:
+                give_up(result, children, name, error)
+                del keys[name]
+    for name, (mode, budget, _) in keys.items():
+        sums = {field: sum(part[field] for part in parts[name]) for field in parts[name][0]}
+        after = fallbacks(children[name], deadline - time.monotonic())
+        run = {
+            "mode": mode, "budget": budget, "batch": batch,
+            "tok_s": round(sums["tokens"] / sums["seconds"], 1),
+            "tok_s_per_request": round(sums["tokens"] / sums["seconds"] / batch, 1),
+            "tok_s_of_rounds": [round(part["tokens"] / part["seconds"], 1) for part in parts[name]],
+            "acceptance_length": round(sums["tokens"] / sums["verify_steps"], 3) if sums["verify_steps"] else 1.0,
+            "step_ms": round(1000 * sums["seconds"] / sums["steps"], 3),
+            "fallbacks": sum(after.values()) - sum(before[name].values()),
+        }  # fmt: skip
         result["runs"].append(run)
-        save(result, arguments.out)
         print(json.dumps(run), flush=True)
-    if mode == "ddtree" and name not in result["phases_ms"] and deadline - time.monotonic() > 15:
-        left = deadline - time.monotonic()
-        found = {str(batch): phases(child, batch, arguments.logs / f"trace-{name}-{batch}", left) for batch in (1, 8)}
-        result["phases_ms"][name] = found
-    result["graph_state"][name] = graph_state(arguments.logs / f"{name}.log")
+    save(result, arguments.out)
+
+
+def give_up(result: dict[str, Any], children: dict[str, Child], name: str, error: RuntimeError) -> None:
+    """One mode's failure must not cost the others their numbers."""
+    result.setdefault("failed", {})[name] = str(error)[-2000:]
+    print(name, error, file=sys.stderr)
+    children.pop(name).close()
+
+
+def key(name: str, batch: int) -> tuple[str, int, int]:
+    """Mode, budget and batch size of a run of the engine `name`."""
+    mode, _, budget = name.partition("-") if name.startswith("ddtree") else (name, "", "")
+    return mode, int(budget or 0), batch
 
 
 def save(result: dict[str, Any], path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 OURS = "ddtree-serve"
 HEADER = """\
-# One `name==version` a line: what a tested release was resolved to. `make`, the image and install.sh apply it.
+# One `name==version` a line: what a tested release was resolved to.
 # Made by (make constraints writes it anew):
 #   python -m deploy.pins {arguments}
 """

@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -97,9 +98,13 @@ def _commit() -> str | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on, from below those that the system hands out by itself: a server that takes a
+    while to start must not find it taken by another's outgoing connection or by a port asked for as 0."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

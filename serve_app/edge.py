@@ -18,7 +18,7 @@ import orjson
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import DeadlineExceeded, NotReady, Overloaded, ServeError
+from serve_app.errors import DeadlineExceeded, NotReady, Overloaded, ReplicaLost, ServeError
 from serve_app.protocol import DONE, error_frames
 
 logger = logging.getLogger("ray.serve.ddtree.edge")
@@ -132,7 +132,7 @@ def _failure(status: int) -> ServeError:
 
 
 def _lost() -> ServeError:
-    return NotReady("The process that worked on this request is gone.", code="replica_lost", retry_after=1)
+    return ReplicaLost("The process that worked on this request is gone.", retry_after=1)
 
 
 def _broken_off() -> bytes:

@@ -117,6 +117,16 @@ class NotReady(ServeError):
     status, type, code, retryable = 503, "server_error", "not_ready", True
 
 
+class ReplicaLost(NotReady):
+    """The replica that worked on the request, or its engine, is gone; nothing more of the answer comes from there."""
+
+    code = "replica_lost"
+
+
+class EngineGone(NotReady):
+    """This replica's engine has died or was stopped, and took nothing of the request: another replica may take it."""
+
+
 class EngineFailed(ServeError):
     """The engine raised or died while it worked on this request."""
 

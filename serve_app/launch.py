@@ -41,6 +41,8 @@ SERVE_SWITCHES = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024 * 1024),
     # One that hangs has nothing to finish: its streams go on elsewhere as soon as it is gone.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ray's default of 15 is inherited by SGLang's scheduler, which then waits for anything else that runs on the node.
+    "RAY_worker_niceness": "0",
 }
 
 

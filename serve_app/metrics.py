@@ -9,7 +9,8 @@ What this module does not do: expose HTTP (see `exporter`), or know engines and 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
@@ -93,8 +94,10 @@ class StepMetrics:
     ) -> None:
         self._model = model
 
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(name, help, ("model", *labels), registry=registry)
+        def counter(name: str, help: str, *labels: str) -> Callable[..., Counter]:
+            """The series of given label values; looked up once, since steps take well under a millisecond each."""
+            family = Counter(name, help, ("model", *labels), registry=registry)
+            return cache(lambda *values: family.labels(model, *values))
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
             return _gauge(registry, name, help, *labels)
@@ -106,15 +109,15 @@ class StepMetrics:
             buckets=tuple(float(n) for n in range(1, max_acceptance + 1)),
             registry=registry,
         ).labels(model)
-        self._steps = counter("ddtree_verify_steps_total", "Verify steps, counted per request.").labels(model)
-        self._accepted = counter("ddtree_accepted_tokens_total", "Draft tokens accepted and emitted.").labels(model)
-        self._bonus = counter("ddtree_bonus_tokens_total", "Bonus tokens emitted.").labels(model)
+        self._steps = counter("ddtree_verify_steps_total", "Verify steps, counted per request.")()
+        self._accepted = counter("ddtree_accepted_tokens_total", "Draft tokens accepted and emitted.")()
+        self._bonus = counter("ddtree_bonus_tokens_total", "Bonus tokens emitted.")()
         self._trimmed = counter(
             "ddtree_trimmed_tokens_total", "Tokens cut by a stop or a length limit after they were accepted."
-        ).labels(model)
+        )()
         self._depth = counter("ddtree_accepted_depth_total", "Draft tokens accepted, by depth in the tree.", "depth")
-        self._nodes = counter("ddtree_tree_nodes_total", "Draft-tree nodes verified, roots excluded.").labels(model)
-        self._prefill = counter("ddtree_prefill_tokens_total", "Prompt tokens computed.").labels(model)
+        self._nodes = counter("ddtree_tree_nodes_total", "Draft-tree nodes verified, roots excluded.")()
+        self._prefill = counter("ddtree_prefill_tokens_total", "Prompt tokens computed.")()
         self._emitted = counter(
             "ddtree_emitted_tokens_total", "Tokens emitted, by prefill (the first) and by verify steps.", "phase"
         )
@@ -136,18 +139,18 @@ class StepMetrics:
         self._budgets = counter("ddtree_budget_steps_total", "Verify steps, by the tree's budget in nodes.", "budget")
         self._phases = counter("ddtree_step_seconds_total", "Time of the step loop as the host sees it.", "phase")
         for phase in PHASES:
-            self._phases.labels(model, phase)
+            self._phases(phase)
         for role in ROLES:
-            self._replays.labels(model, role)
-            self._padding.labels(model, role)
+            self._replays(role)
+            self._padding(role)
             for made in (self._captured, self._capture_seconds, self._capture_bytes):
                 made.labels(model, role)
             for reason in fallback_reasons:
-                self._fallbacks.labels(model, role, reason)
+                self._fallbacks(role, reason)
         for phase in ("prefill", "verify"):
-            self._emitted.labels(model, phase)
+            self._emitted(phase)
         for depth in range(1, max_acceptance):
-            self._depth.labels(model, str(depth))
+            self._depth(str(depth))
 
     def verify_step(self, accepted: int, emitted: int, committed: int, nodes: int) -> None:
         """One verify step of one request.
@@ -161,31 +164,31 @@ class StepMetrics:
         """
         self._steps.inc()
         self._nodes.inc(nodes)
-        self._budgets.labels(self._model, str(nodes)).inc()
+        self._budgets(str(nodes)).inc()
         self._trimmed.inc(committed - emitted)
         self._acceptance.observe(emitted)
-        self._emitted.labels(self._model, "verify").inc(emitted)
+        self._emitted("verify").inc(emitted)
         kept = min(accepted, emitted)
         self._accepted.inc(kept)
         self._bonus.inc(emitted - kept)
         for depth in range(1, accepted + 1):
-            self._depth.labels(self._model, str(depth)).inc()
+            self._depth(str(depth)).inc()
 
     def prefill(self, tokens: int, emitted: int) -> None:
         """Prompt tokens computed, and first tokens emitted by it."""
         self._prefill.inc(tokens)
-        self._emitted.labels(self._model, "prefill").inc(emitted)
+        self._emitted("prefill").inc(emitted)
 
     def step_phase(self, phase: str, seconds: float) -> None:
         """Time spent in one of `PHASES`. Where a device works ahead of the host, it shows up in whichever waits."""
-        self._phases.labels(self._model, phase).inc(seconds)
+        self._phases(phase).inc(seconds)
 
     def graph_replay(self, role: str, padding_rows: int, bucket: int) -> None:
         """One replay. `bucket`: the captured batch size; `padding_rows` of it held no request."""
-        self._replays.labels(self._model, role).inc()
-        self._padding.labels(self._model, role).inc(padding_rows)
-        self._bucket_rows.labels(self._model, role, str(bucket), "real").inc(bucket - padding_rows)
-        self._bucket_rows.labels(self._model, role, str(bucket), "padding").inc(padding_rows)
+        self._replays(role).inc()
+        self._padding(role).inc(padding_rows)
+        self._bucket_rows(role, str(bucket), "real").inc(bucket - padding_rows)
+        self._bucket_rows(role, str(bucket), "padding").inc(padding_rows)
 
     def graph_capture(self, role: str, graphs: int, seconds: float, reserved_bytes: int) -> None:
         """A capture of `graphs` shapes has ended; the last one counts."""
@@ -194,7 +197,7 @@ class StepMetrics:
         self._capture_bytes.labels(self._model, role).set(reserved_bytes)
 
     def graph_fallback(self, role: str, reason: str) -> None:
-        self._fallbacks.labels(self._model, role, reason).inc()
+        self._fallbacks(role, reason).inc()
 
 
 class EngineMetrics(StepMetrics, LoadMetrics):

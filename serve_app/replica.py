@@ -60,7 +60,8 @@ class Replica:
         preflight(config, load(read_node))
         self._config = config
         adopt_library()
-        self._tracer = make_tracer(config.tracing, _own_name())
+        self._id, name = _own_names()
+        self._tracer = make_tracer(config.tracing, name)
         self._registry = CollectorRegistry()
         self._engine: Engine = load(engine_factory)(config, self._registry)
         try:
@@ -99,7 +100,7 @@ class Replica:
         except Exception as error:
             failure = self._as_serve_error(error, job)
             # The frames are for a client that already has some; a first item is answered by its error alone.
-            yield Item(data=error_frames(failure) if job.stream else b"", error=failure)
+            yield Item(data=error_frames(failure) if job.stream else b"", error=failure, replica=self._id)
         finally:
             self._first_tokens.left(key)
             for task in tasks:
@@ -199,13 +200,13 @@ class Replica:
             await asyncio.to_thread(self._tracer.close)  # type: ignore[union-attr]
 
 
-def _own_name() -> str:
-    """As on the metrics; outside of Serve there is only one."""
+def _own_names() -> tuple[str, str]:
+    """As routers and as metrics name this replica; outside of Serve there is only one."""
     try:
         context = serve.get_replica_context()
     except RayServeException:
-        return "engine"
-    return f"{context.deployment}#{context.replica_tag}"
+        return "", "engine"
+    return context.replica_tag, f"{context.deployment}#{context.replica_tag}"
 
 
 def load(path: str) -> Callable[..., Any]:

@@ -156,24 +156,34 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
-def missing_files(source: str, required: bool) -> list[str]:
+def missing_models(config: Config) -> list[str]:
+    """What the target's and the drafter's directories lack. A drafter by name is not looked for: it is shipped or
+    fetched."""
+    wrong = missing_files(config.model.source, config.placement.local_model)
+    drafter = config.model.drafter
+    if drafter is not None and config.speculation.method != "none":
+        wrong += missing_files(drafter, False, "model.drafter")
+    return wrong
+
+
+def missing_files(source: str, required: bool, key: str = "model.source") -> list[str]:
     """What a local model directory lacks. A source that is no directory is fetched later, unless it is `required` to
-    be one."""
+    be one. `key`: what configures it."""
     path = Path(source)
     if not path.is_dir():
         looks_local = required or source.startswith(("/", "./", "../", "~"))
-        return [f"model.source {source} is not a directory on this node"] if looks_local else []
+        return [f"{key} {source} is not a directory on this node"] if looks_local else []
     if not (path / "config.json").is_file():
-        return [f"model.source {source} has no config.json"]
+        return [f"{key} {source} has no config.json"]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return [] if any(path.glob("*.safetensors")) else [f"model.source {source} has no safetensors"]
+        return [] if any(path.glob("*.safetensors")) else [f"{key} {source} has no safetensors"]
     try:
         named = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError):
         return [f"{index} cannot be read"]
     lost = sorted(name for name in named if not ((path / name).is_file() and (path / name).stat().st_size))
-    return [f"model.source {source} lacks {', '.join(lost[:4])} ({len(lost)} of {len(named)} files)"] if lost else []
+    return [f"{key} {source} lacks {', '.join(lost[:4])} ({len(lost)} of {len(named)} files)"] if lost else []
 
 
 def preflight(config: Config, read: Callable[[], NodeFacts] = read_node) -> None:
@@ -181,7 +191,7 @@ def preflight(config: Config, read: Callable[[], NodeFacts] = read_node) -> None
     if not config.placement.preflight:
         return
     wrong = mismatches(read(), config.placement, int(config.replica.num_gpus))
-    wrong += missing_files(config.model.source, config.placement.local_model)
+    wrong += missing_models(config)
     if wrong:
         node = os.uname().nodename
         raise ConfigError(f"node {node} is not what the configuration asks for: {'; '.join(wrong)}", param="placement")
@@ -199,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = read_node()
     print(json.dumps(asdict(facts), indent=2))
     wrong = mismatches(facts, config.placement, int(config.replica.num_gpus))
-    wrong += missing_files(config.model.source, config.placement.local_model)
+    wrong += missing_models(config)
     for sentence in wrong:
         print(f"mismatch: {sentence}", file=sys.stderr)
     return 1 if wrong else 0

@@ -1,10 +1,10 @@
 """Fixtures: a Ray cluster of this test session's own, and Serve applications on it behind a real socket."""
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from load_tests.target import free_port
 from serve_app import proxy
 from serve_app.launch import SERVE_SWITCHES
 
@@ -53,10 +54,10 @@ class Served:
         return int(self.url.split(":")[2].split("/")[0])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def require_sglang() -> None:
+    """Skips where SGLang is not installed; an installed one that cannot be imported is a failure."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed: make test-sglang")
 
 
 @pytest.fixture(scope="session")

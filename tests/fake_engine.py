@@ -8,7 +8,7 @@ import time
 from prometheus_client import Counter, Gauge
 
 from serve_app.engines.base import Chunk, EngineStats, ModelInfo, Usage
-from serve_app.errors import ContextLengthExceeded, EngineFailed
+from serve_app.errors import ContextLengthExceeded, EngineFailed, EngineGone, ReplicaLost
 from tests.fake_script import Script
 
 CONTEXT, VOCAB = 4096, 1000
@@ -32,6 +32,8 @@ class FakeEngine:
             raise ContextLengthExceeded(f"The context is {CONTEXT} tokens.", param="max_tokens")
         script = Script(self._text(request), params.max_tokens or CONTEXT, request.emitted)
         script.check()
+        if self._broken == "gone":
+            raise EngineGone("The fake engine is gone.", retry_after=1)
         self._broken = next((how for how in ("dead", "stuck") if how in script.settings), self._broken)
         decoders = [codecs.getincrementaldecoder("utf-8")() for _ in range(params.n)]
         for token in script.tokens[: len(request.emitted)]:
@@ -40,7 +42,7 @@ class FakeEngine:
         self._live += 1
         try:
             for index, token in list(enumerate(script.tokens))[len(request.emitted) :]:
-                await script.before(index)
+                await self._before(script, index)
                 self._last, reason = time.monotonic(), script.reason(index)
                 usage = Usage(script.prompt_tokens, index + 1) if reason else None
                 for choice, decoder in enumerate(decoders):
@@ -51,8 +53,15 @@ class FakeEngine:
             self._live -= 1
             self._aborts.inc(0 if done else 1)
 
+    async def _before(self, script, index):
+        try:
+            await script.before(index)
+        except ReplicaLost:
+            self._broken = "gone"
+            raise
+
     async def health(self):
-        if self._broken == "dead":
+        if self._broken in ("dead", "gone"):
             raise EngineFailed("the fake engine is dead")
         await asyncio.sleep(3600 if self._broken else 0)
 

@@ -3,7 +3,7 @@
 Words `key=value` steer, the others are the answer, one token each. `repeat=N` says it N times; `delay=S` waits before
 each token, `stall=S` before the first; `fail_at=N` raises at token N, `crash_at=N` ends the process, `die_at=N` too
 unless another replica emitted tokens before, `abort_at=N` ends as aborted; `bytes=HEX` answers one byte a token;
-`refuse=CLASS` raises that error; `dead=1`/`stuck=1` break health.
+`refuse=CLASS` raises that error; `dead=1`/`stuck=1` break health; `gone_at=N` ends the engine before token N.
 """
 
 import asyncio
@@ -38,6 +38,8 @@ class Script:
         await asyncio.sleep(self._number("delay") + (self._number("stall") if index == 0 else 0))
         if index == self._number("fail_at", -1):
             raise RuntimeError("secret details of the engine")
+        if self.fresh and index == self._number("gone_at", -1):
+            raise errors.ReplicaLost("The fake engine died.", retry_after=1)
         if index == self._number("crash_at", -1) or (self.fresh and index == self._number("die_at", -1)):
             os._exit(1)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -122,6 +124,20 @@ def test_tokens_follow_acceptance_and_step_time(acceptance: float, step_ms: floa
     one, twice = (rates(KIMI, Plan(acceptance=acceptance * k, step_ms=step_ms)) for k in (1, 2))
     assert twice.tokens_per_s == pytest.approx(2 * one.tokens_per_s)
     assert one.itl_ms == pytest.approx(step_ms / acceptance)
+
+
+def test_the_sizing_pages_numbers_are_the_calculators() -> None:
+    """Kimi's column, each to the digits that it shows, and what the text makes of it."""
+    page = (Path(__file__).parent.parent / "docs" / "sizing.md").read_text()
+    found = asdict(memory(KIMI, Plan()))
+    rows = dict(re.findall(r"^\| \**([\w/ ]+?)\** \| [^|]* \| \**([\d.]+)\** \|$", page, re.MULTILINE))
+    names = {"KV indices": "kv_indices", "left for K/V": "left"}
+    shown = {names.get(row, row): number for row, number in rows.items()}
+    assert set(shown) == set(found) - {"kv_tokens"}
+    assert {name: f"{found[name]:.{len(text.partition('.')[2])}f}" for name, text in shown.items()} == shown
+    drafter = kv_bytes(KIMI, 8) - kv_bytes(replace(KIMI, draft_layers=0), 8)
+    assert f"{kv_bytes(KIMI, 8) - drafter:,} + {drafter:,} bytes" in page
+    assert f"about {found['kv_tokens'] / 1e6:.1f} million tokens" in page
 
 
 def test_the_command_takes_shapes_and_plans(capsys: pytest.CaptureFixture[str]) -> None:

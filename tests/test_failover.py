@@ -118,6 +118,56 @@ def test_a_request_that_ends_its_replicas_ends_a_bounded_number(three: Served) -
     eventually(lambda: len(set(pids(three)) - before) == 3, 90)
 
 
+@pytest.fixture(scope="module")
+def unnoticed(serve_app_factory: Callable[..., Served]) -> Served:
+    """Two replicas whose engines nobody looks at for as long as the tests last."""
+    config = {
+        "model": {"id": "fake"},
+        "replica": {"num_replicas": 2, "num_cpus": 0.1, "health_check_period_s": 3000},
+        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+    }
+    return serve_app_factory("unnoticed", config, FAKE_ENGINE)
+
+
+def end_an_engine(served: Served, client: httpx.Client) -> None:
+    """Of the replica that gets this answer; the other one finishes it."""
+    body = chat("a b c gone_at=2 delay=0.05", stream=True, temperature=0)
+    text = client.post(f"{served.url}/v1/chat/completions", json=body).text
+    assert '"error"' not in text and text.endswith("data: [DONE]\n\n")
+
+
+def test_until_a_dead_engine_is_noticed_others_serve_what_meets_it(unnoticed: Served) -> None:
+    eventually(lambda: len(pids(unnoticed)) == 2, 90)
+    url = f"{unnoticed.url}/v1/chat/completions"
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        end_an_engine(unnoticed, client)
+        answers = [
+            # By its session each has a home; of forty some have it where the engine is gone.
+            client.post(url, json=chat("a b", stream=number % 2 == 0), headers={"x-session-id": str(number)})
+            for number in range(40)
+        ]
+        tokenized = [
+            client.post(f"{unnoticed.url}/tokenize", json={"model": "fake", "prompt": "ab"}) for _ in range(10)
+        ]
+    assert [answer.status_code for answer in answers + tokenized] == [200] * 50
+    assert not any('"error"' in answer.text for answer in answers)
+    assert metric(unnoticed, "gateway_resumes_total", outcome="resumed") == 1
+    assert len(pids(unnoticed)) == 2, "they were replaced, which is not what this is about"
+
+
+def test_without_any_engine_the_client_is_told_to_come_again(unnoticed: Served) -> None:
+    url = f"{unnoticed.url}/v1/chat/completions"
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        # It takes the last engine with it, and waits for another one as long as it may.
+        last = client.post(url, json=chat("a gone_at=0"), headers={"x-request-timeout-seconds": "1"})
+        answers = [client.post(url, json=chat("a b", stream=stream)) for stream in (True, False)]
+    assert last.status_code == 504
+    for answer in answers:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (503, "server_error", "not_ready")
+        assert int(answer.headers["retry-after"]) >= 1 and answer.headers["x-should-retry"] == "true"
+
+
 @full_only
 async def test_a_replica_that_freezes_is_replaced_and_its_streams_go_on(three: Served) -> None:
     await asyncio.to_thread(eventually, lambda: len(pids(three)) == 3, 90)

@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.config import Config, load_config
 from serve_app.errors import ConfigError
-from serve_app.topology import Gpu, NodeFacts, mismatches, missing_files, preflight, read_node
+from serve_app.topology import Gpu, NodeFacts, mismatches, missing_files, missing_models, preflight, read_node
 
 GOOD = NodeFacts(
     gpus=(Gpu("NVIDIA B300 SXM6 AC", 268, 267),) * 8, driver="580.95.05", cuda="13.0", memory_gib=900, shm_gib=64
@@ -108,6 +108,17 @@ def test_an_empty_file_counts_as_missing(model: Path) -> None:
 )
 def test_a_source_elsewhere_is_fetched_unless_it_must_be_here(source: str, required: bool, problems: int) -> None:
     assert len(missing_files(source, required)) == problems
+
+
+@pytest.mark.parametrize(("drafter", "method", "problems"), [
+    ("/no/such", "ddtree", 1), ("/no/such", "none", 0), ("auto", "ddtree", 0), (None, "ddtree", 0),
+])  # fmt: skip
+def test_the_drafters_directory_is_looked_at_where_it_drafts(
+    model: Path, drafter: str | None, method: str, problems: int
+) -> None:
+    tree = {"model": {"source": str(model), "drafter": drafter}, "speculation": {"method": method}}
+    found = missing_models(load_config(tree, use_env=False))
+    assert len(found) == problems and all("model.drafter" in sentence for sentence in found)
 
 
 def test_this_machine_can_be_read() -> None:

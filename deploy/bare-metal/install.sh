@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs a release beside the others, as root, on every node: install.sh WHEEL [extra,extra]. Starts nothing and switches
-# nothing: `release.sh VERSION` does. Existing files in /etc/ddtree are kept.
+# Installs a release beside the others, as root, on every node: install.sh WHEEL [extra,extra]. Starts nothing and
+# switches nothing: `release.sh VERSION` does. Existing files in /etc/ddtree are kept.
 set -euo pipefail
 umask 022
 
@@ -8,10 +8,11 @@ wheel=${1:?usage: install.sh ddtree_serve-VERSION-py3-none-any.whl [extras, such
 extras=${2:-gpu}
 here=$(cd "$(dirname "$0")" && pwd)
 version=$(basename "$wheel" | cut -d- -f2)
-release=/opt/ddtree/releases/$version
+root=${ROOT:-/opt/ddtree}
+release=$root/releases/$version
 
 id ddtree >/dev/null 2>&1 || useradd --system --create-home --home-dir /var/lib/ddtree --shell /usr/sbin/nologin ddtree
-install -d -m 0755 /opt/ddtree/releases
+install -d -m 0755 "$root/releases"
 install -d -m 0750 -o root -g ddtree /etc/ddtree
 install -d -m 0750 -o ddtree -g ddtree /var/cache/ddtree
 if [[ -e $release ]]; then
@@ -21,7 +22,8 @@ fi
 partial=$release.partial
 rm -rf "$partial"
 "${PYTHON:-python3.11}" -m venv "$partial"
-# Pins every package. SGLang wants another torch than the embedded engine's, and so a file of its own, which no checkout has.
+# Pins every package. SGLang wants another torch than the embedded engine's, and so a file of its own, which no
+# checkout has.
 constraints=$here/../constraints.txt
 if [[ ,$extras, == *,sglang,* ]]; then constraints=$here/../constraints-sglang.txt; fi
 pins=()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What a node must have before Ray starts on it: preflight.sh head|worker [serve-config.yaml]. Prints every miss; exit code 1
-# where there is any. What the GPUs must be is checked against the Serve configuration by `python -m serve_app.topology`.
+# What a node must have before Ray starts on it: preflight.sh head|worker [serve-config.yaml]. Prints every miss; exit
+# code 1 where there is any. `python -m serve_app.topology` checks the GPUs against the Serve configuration.
 set -uo pipefail
 
 role=${1:?usage: preflight.sh head|worker [serve-config.yaml]}
@@ -21,6 +21,15 @@ check() { # what, command…
 }
 listens() { ss -Hltn "sport = :$1" | grep -q .; }
 reaches() { timeout 3 bash -c "exec 3<>/dev/tcp/$1/$2"; }
+compiles() { # Python's headers, and a compiler that takes them: triton's launchers are made of both
+  local include
+  include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))') &&
+    echo '#include <Python.h>' | "${CC:-gcc}" -I"$include" -fsyntax-only -x c -
+}
+sglang() { # the configuration asks for it
+  local kind='import sys, yaml; print(yaml.safe_load(open(sys.argv[1])).get("engine", {}).get("kind"))'
+  [[ $("$python" -c "$kind" "$1") == sglang ]]
+}
 secret() { # readable by its user alone
   [[ -s $1 && $(stat -c %a "$1") =~ ^[46]00$ ]]
 }
@@ -29,7 +38,11 @@ check "the application is installed" "$python" -c 'import ray, serve_app'
 check "$etc/ray-token is there, mode 0400 or 0600" secret "$etc/ray-token"
 check "$etc/keys.yaml is there" test -r "$etc/keys.yaml"
 files=$(ulimit -n)
-if [[ $files != unlimited && $files -lt 65536 ]]; then miss "open files: $files, 65536 are needed"; else ok "open files: $files"; fi
+if [[ $files == unlimited || $files -ge 65536 ]]; then
+  ok "open files: $files"
+else
+  miss "open files: $files, 65536 are needed"
+fi
 if command -v timedatectl >/dev/null; then
   check "the clock is synchronised" test "$(timedatectl show -p NTPSynchronized --value 2>/dev/null)" = yes
 fi
@@ -49,7 +62,11 @@ case $role in
     check "the head answers at ${CLUSTER_HEAD:?the head, in ray.env}:6379" reaches "$CLUSTER_HEAD" 6379
     if command -v nvidia-smi >/dev/null; then
       errors=$(nvidia-smi --query-gpu=ecc.errors.uncorrected.volatile.total --format=csv,noheader | grep -cv '^0$')
-      if [[ $errors -gt 0 ]]; then miss "$errors GPUs have uncorrected memory errors"; else ok "no uncorrected memory errors"; fi
+      if [[ $errors -gt 0 ]]; then
+        miss "$errors GPUs have uncorrected memory errors"
+      else
+        ok "no uncorrected memory errors"
+      fi
       if [[ $(nvidia-smi -L | wc -l) -ge 8 ]]; then
         check "the fabric manager runs" systemctl is-active nvidia-fabricmanager
       fi
@@ -58,8 +75,14 @@ case $role in
       # The first application's arguments are a configuration file of their own.
       arguments=$(mktemp)
       trap 'rm -f "$arguments"' EXIT
-      if "$python" -c 'import sys, yaml; print(yaml.safe_dump(yaml.safe_load(open(sys.argv[1]))["applications"][0]["args"]))' \
-        "$config" >"$arguments" && DDTREE_CONFIG=$arguments "$python" -m serve_app.topology >/dev/null; then
+      taken='import sys, yaml; print(yaml.safe_dump(yaml.safe_load(open(sys.argv[1]))["applications"][0]["args"]))'
+      "$python" -c "$taken" "$config" >"$arguments"
+      if [[ -s $arguments ]] && sglang "$arguments"; then
+        check "SGLang is installed" "$python" -c 'from importlib.metadata import version; version("sglang")'
+        check "gcc and Python's headers are there" compiles
+        check "CUDA's compiler is there" test -x "$(PATH=/usr/local/cuda/bin:$PATH command -v nvcc)"
+      fi
+      if [[ -s $arguments ]] && DDTREE_CONFIG=$arguments "$python" -m serve_app.topology >/dev/null; then
         ok "this node is what $config asks for"
       else
         miss "this node is not what $config asks for (above)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a release and its units the current ones on this node, as root: release.sh VERSION. Going back is the same with the older version.
-# Running processes keep theirs until their unit is restarted (docs/deploy.md, "Upgrade").
+# Makes a release and its units the current ones on this node, as root: release.sh VERSION. Going back is the same
+# with the older version. Running processes keep theirs until their unit is restarted (docs/deploy.md, "Upgrade").
 set -euo pipefail
 
 version=${1:?usage: release.sh VERSION}

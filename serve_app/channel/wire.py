@@ -18,7 +18,7 @@ import msgpack
 
 from serve_app import errors
 from serve_app.engines.base import Usage
-from serve_app.errors import NotReady, ServeError
+from serve_app.errors import ReplicaLost, ServeError
 from serve_app.protocol import Item, Progress
 
 MAGIC = "ddtree-channel-1"
@@ -69,9 +69,9 @@ class Parcel:
     offer: Offer | None = None
 
 
-def lost() -> NotReady:
-    """What a lost connection is to each of its streams: a lost replica."""
-    return NotReady("The replica that worked on this request is gone.", code="replica_lost", retry_after=1)
+def lost() -> ReplicaLost:
+    """What a lost connection is to each of its streams."""
+    return ReplicaLost("The replica that worked on this request is gone.", retry_after=1)
 
 
 def lost_parcel() -> Parcel:
@@ -88,7 +88,7 @@ def pack_item(stream: int, number: int, item: Item) -> bytes:
     """One entry."""
     progress = [(p.choice, p.token_ids, p.finished, p.usage and _usage(p.usage), p.offset) for p in item.progress]
     error = None if item.error is None else _error(item.error)
-    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error
+    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error, item.replica
     # An engine's numbers may be some library's.
     packed: bytes = msgpack.packb(entry, default=int)
     return packed
@@ -132,14 +132,14 @@ def unpack(message: bytes | memoryview) -> list[Any]:
 def item_of(entry: Sequence[Any]) -> Item:
     """The item of an entry that `pack_item` made. Raises ChannelError."""
     try:
-        _, _, _, data, tokens, content, progress, error = entry
+        _, _, _, data, tokens, content, progress, error, replica = entry
         if not (isinstance(data, bytes) and isinstance(tokens, int)):
             raise TypeError
         parts = tuple(
             Progress(choice, tuple(ids), finished, usage and _usage_of(usage), offset and (offset[0], offset[1]))
             for choice, ids, finished, usage, offset in progress
         )
-        return Item(data, tokens, bool(content), error and _error_of(error), parts)
+        return Item(data, tokens, bool(content), error and _error_of(error), parts, str(replica))
     except (TypeError, ValueError, IndexError) as wrong:
         raise ChannelError(f"not an item: {type(wrong).__name__}") from None
 

@@ -186,7 +186,8 @@ class Engine(Protocol):
 
     def submit(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Generate. The first `__anext__` raises InvalidRequest, ContextLengthExceeded, Unsupported or Overloaded
-        when the request is refused. Closing the iterator, or cancelling the task that reads it, aborts."""
+        when the request is refused, and EngineGone where the engine has died or was stopped. An engine that dies
+        later raises ReplicaLost. Closing the iterator, or cancelling the task that reads it, aborts."""
 
     async def abort(self, request_id: str) -> bool:
         """Stop a request and free its slots; True if it was there. Its iterator ends with finish_reason "abort"."""
@@ -196,7 +197,8 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ModelInfo:
+        """Also of an engine that has died, until it is stopped; so are token ids and texts."""
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:
         """Token ids of the prompt exactly as `submit` would feed them."""

@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.channel import Inlet, Inlets
 from serve_app.engines.base import GenerateRequest, ModelInfo
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ReplicaLost, ServeError
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 
@@ -194,5 +194,5 @@ def _ray_errors() -> Iterator[None]:
         raise EngineFailed("The replica failed while it worked on this request.") from None
 
 
-def _lost() -> NotReady:
-    return NotReady("The replica that worked on this request is gone.", code="replica_lost", retry_after=1)
+def _lost() -> ReplicaLost:
+    return ReplicaLost("The replica that worked on this request is gone.", retry_after=1)

@@ -1,9 +1,11 @@
 """An answer outlives its replica: when that is lost, the job goes to another one, behind the tokens already sent.
 
 A job of which nothing was sent yet starts anew; that covers every answer that does not stream. How often is bounded,
-because the request itself may be what ends replicas.
+because the request itself may be what ends replicas. A replica whose engine had died before took nothing of the job:
+until Serve has replaced it, each job that meets it goes on to others at once.
 
-What this module does not do: choose the replica, or notice that one hangs (Serve's health checks end those).
+What this module does not do: choose the replica (a job names those to avoid), or notice that one hangs (Serve's health
+checks end those).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from serve_app.config import IngressConfig
 from serve_app.engines.base import ModelInfo
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError, Unsupported
+from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ReplicaLost, ServeError, Unsupported
 from serve_app.ingress.backend import Backend
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job, Progress, merge
@@ -25,6 +27,9 @@ logger = logging.getLogger("ray.serve.ddtree.ingress")
 # What a lost replica and one that was told to go leave behind.
 LOST_CODES = ("replica_lost", "aborted")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
+# How often a job may come again to an engine that is gone: Serve's own router does not ask what a job has met, and may
+# find another all the same.
+MET_AGAIN = 3
 
 
 def may_resume(job: Job, info: ModelInfo, policy: IngressConfig) -> bool:
@@ -52,16 +57,18 @@ class Failover:
 
         Raises:
             NotReady (`replica_lost`, `aborted`) where the job may not go on, or the engine cannot; EngineFailed
-            (`replica_lost`, not to be retried) where it lost more replicas than policy allows; whatever the backend
-            raises otherwise.
+            (`replica_lost`, not to be retried) where it lost more replicas than policy allows; EngineGone where no
+            replica that it met had an engine; whatever the backend raises otherwise.
         """
         parts: list[Progress] = []
-        lost, wait_s, begun = 0, 0.0, False
+        lost, met_again, wait_s, begun = 0, 0, 0.0, False
         loss: ServeError | None = None
+        shunned: set[str] = set()
         while True:
+            known = frozenset(shunned)
             sent = merge(job.choices, parts) if parts else ()
             try:
-                async for item in _attempt(self.backend, replace(job, sent=sent)):
+                async for item in _attempt(self.backend, replace(job, sent=sent, shunned=known), shunned):
                     if wait_s:
                         self.metrics.resumes.labels("resumed").inc()
                         wait_s = 0.0
@@ -72,19 +79,25 @@ class Failover:
                     yield item
                 return
             except ServeError as error:
+                pause_s = 0.0
                 if error.code in LOST_CODES:
                     loss, lost, wait_s = error, lost + 1, FIRST_WAIT_S
                     self._go_on(error, lost, not parts or may_resume(job, info, self.policy))
                     logger.warning("request %s lost its replica (%s), resuming: %d", job.id, error.code, lost)
+                elif isinstance(error, EngineGone) and shunned > known:
+                    logger.warning("request %s met a replica whose engine is gone", job.id)
+                    continue
                 elif lost and isinstance(error, (Overloaded, NotReady)):
                     wait_s = min(max(2 * wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
+                elif isinstance(error, EngineGone) and met_again < MET_AGAIN:
+                    pause_s, met_again = FIRST_WAIT_S * 2**met_again, met_again + 1
                 elif loss is not None and isinstance(error, Unsupported):
                     # Its engine cannot go on behind such an answer: what the client sees is the loss.
                     self.metrics.resumes.labels("refused").inc()
                     raise loss from None
                 else:
                     raise
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(wait_s or pause_s)
 
     def _go_on(self, error: ServeError, lost: int, resumable: bool) -> None:
         """Raises unless the job may be tried once more."""
@@ -99,10 +112,20 @@ class Failover:
             raise EngineFailed("Every replica that worked on this request was lost.", code="replica_lost")
 
 
-async def _attempt(backend: Backend, job: Job) -> AsyncIterator[Item]:
-    """Items of one replica. A lost replica is raised, also where it could still say so itself."""
+async def _attempt(backend: Backend, job: Job, shunned: set[str]) -> AsyncIterator[Item]:
+    """Items of one replica. A lost replica, or engine, is raised also where the replica could still say so itself, and
+    its name is added to `shunned`."""
+    begun = False
     async with contextlib.aclosing(backend.generate(job)) as items:  # type: ignore[type-var]
         async for item in items:
-            if item.error is not None and (item.error.code in LOST_CODES or job.sent):
-                raise item.error
+            error = item.error
+            if isinstance(error, EngineGone) and begun:
+                error = ReplicaLost(error.message, retry_after=error.retry_after)  # of another prompt it had taken some
+            if error is not None:
+                gone = error.code in LOST_CODES or isinstance(error, EngineGone)
+                if gone and item.replica:
+                    shunned.add(item.replica)
+                if gone or job.sent:
+                    raise error
+            begun = True
             yield item

@@ -54,7 +54,8 @@ class Job:
     """One HTTP request: its prompts run concurrently; choice `j` of prompt `i` has index `i * n + j`.
 
     `session`: what the client calls the chat, for routing. `sent`: per choice, what a replica that was lost had sent of
-    it; empty for a job from its beginning.
+    it; empty for a job from its beginning. `shunned`: names of replicas that lost it or could not take it; it shall go
+    to others while there are any.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Job:
     origin: Origin = Origin()
     sent: tuple[Progress | None, ...] = ()
     session: str = ""
+    shunned: frozenset[str] = frozenset()
 
     @property
     def choices(self) -> int:
@@ -83,6 +85,7 @@ class Item:
         tokens: tokens emitted since the last item. content: whether `data` has text of the answer.
         error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
         progress: of a stream, the tokens behind `data`, from which another replica could go on.
+        replica: with an error, whose it is, as routers name it; empty where nobody routes.
     """
 
     data: bytes = b""
@@ -90,6 +93,7 @@ class Item:
     content: bool = False
     error: ServeError | None = None
     progress: tuple[Progress, ...] = ()
+    replica: str = ""
 
 
 def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messages: int) -> Job:

@@ -22,7 +22,7 @@ SUSPECT_RETRY = 5
 class PrefixRouter(RequestRouter):
     """Prefix affinity under a load bound. A replica that has not said within `suspect_s` whether it takes a request
     gets no more until it has, or a trial every `SUSPECT_RETRY` times as long; one whose own watchdog reports a failure
-    gets none."""
+    gets none, nor does a job come again to one that lost it or has no engine."""
 
     def initialize_state(  # type: ignore[override]
         self, max_blocks: int = 65536, block_chars: int = 256, suspect_s: float = 2.0, slack: float = 0.5
@@ -44,8 +44,8 @@ class PrefixRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
         now = time.monotonic()
         self._fleet.expire(now)
-        unwell = self._ill | self._suspects(now)
         job = _job(pending_request)
+        unwell = self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())
         if job is None:
             # Calls that are no jobs go anywhere.
             best = self._fleet.choose((), 0, str(now), unwell)

@@ -122,6 +122,14 @@ def _bounded(
     return None
 
 
+def captured_metadata(original: Callable[..., None], backend: Any, *args: Any, **kwargs: Any) -> None:
+    """The step's own kernel has written what this would write for the forward that is about to be replayed."""
+    from serve_app.sglang_plugin.plan import take_plan
+
+    if not take_plan(backend):
+        original(backend, *args, **kwargs)
+
+
 def batch_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
     """Record what reached the clients: only here is it known where a stop or a limit cut the accepted tokens."""
     if not is_ddtree(processor.server_args):
@@ -131,6 +139,20 @@ def batch_result(original: Callable[..., None], processor: Any, batch: Any, resu
     record = StepRecord.before(batch)
     original(processor, batch, result)
     record.after(result)
+    return None
+
+
+def prefill_result(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
+    """Count prompt tokens, and first tokens that reached the clients (a chunk in the middle of a prompt has none)."""
+    if not is_ddtree(processor.server_args):
+        return original(processor, batch, result)
+    from serve_app.sglang_plugin import metrics
+
+    lengths = result.extend_input_len_per_req
+    computed = sum(batch.extend_lens if lengths is None else lengths)
+    before = [(req, len(req.output_ids)) for req in batch.reqs]
+    original(processor, batch, result)
+    metrics.prefill(computed, sum(len(req.output_ids) - length for req, length in before))
     return None
 
 
@@ -166,6 +188,7 @@ def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int 
 
 
 _SRT = "sglang.srt."
+_PROCESSOR = _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 HOOKS = (
     Hook(_SRT + "server_args.ServerArgs.__post_init__", before_post_init, "BEFORE"),
     Hook(_SRT + "mem_cache.allocation_sizing.get_alloc_len_per_decode", alloc_len_per_decode, "AROUND"),
@@ -179,14 +202,19 @@ HOOKS = (
         _SRT + "layers.attention.triton_backend.TritonAttnBackend.init_cuda_graph_state", triton_graph_state, "AROUND"
     ),
     Hook(
+        _SRT + "layers.attention.triton_backend.TritonAttnBackend._apply_cuda_graph_metadata",
+        captured_metadata,
+        "AROUND",
+    ),
+    Hook(
         _SRT + "layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
         flashinfer_graph_state,
         "AROUND",
     ),
     Hook(_SRT + "managers.schedule_batch.Req.update_finish_state", finish_state, "AROUND"),
+    Hook(_PROCESSOR + ".process_batch_result_prefill", prefill_result, "AROUND"),
     Hook(
-        _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        ".process_batch_result_decode",
+        _PROCESSOR + ".process_batch_result_decode",
         batch_result,
         "AROUND",
     ),

@@ -6,6 +6,7 @@ What this module does not do: build trees, or run forwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -142,11 +143,21 @@ class DDTreeDraftInput(DFlashDraftInputV2):
     @classmethod
     def of(cls, bonus_tokens: Tensor, new_seq_lens: Tensor) -> DDTreeDraftInput:
         """From a finished step: int64 [B] each."""
-        size, device = new_seq_lens.shape[0], bonus_tokens.device
+        topk_p, topk_index, hidden_states = _nothing(new_seq_lens.shape[0], bonus_tokens.device)
         return cls(
-            topk_p=torch.empty((size, 0), device=device),
-            topk_index=torch.empty((size, 0), device=device, dtype=torch.int64),
+            topk_p=topk_p,
+            topk_index=topk_index,
             bonus_tokens=bonus_tokens,
             new_seq_lens=new_seq_lens,
-            hidden_states=torch.empty((size, 0), device=device, dtype=torch.float16),
+            hidden_states=hidden_states,
         )
+
+
+@lru_cache(maxsize=1024)
+def _nothing(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What SGLang's draft state carries and DDTREE does not use, [B, 0] each; one of each size, they hold no data."""
+    return (
+        torch.empty((size, 0), device=device),
+        torch.empty((size, 0), device=device, dtype=torch.int64),
+        torch.empty((size, 0), device=device, dtype=torch.float16),
+    )

@@ -63,6 +63,17 @@ def graph_capture(role: str, graphs: int, seconds: float, reserved_bytes: int) -
         _exporter.metrics.graph_capture(role, graphs, seconds, reserved_bytes)
 
 
+def prefill(tokens: int, emitted: int) -> None:
+    if _exporter is not None:
+        _exporter.metrics.prefill(tokens, emitted)
+
+
+def phase(name: str, seconds: float) -> None:
+    """Host time of a step's part; with overlap the device works behind it."""
+    if _exporter is not None:
+        _exporter.metrics.step_phase(name, seconds)
+
+
 @dataclass
 class StepRecord:
     """A verify step's requests as they were before the scheduler trimmed what they got.

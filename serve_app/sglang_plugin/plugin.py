@@ -26,7 +26,7 @@ def check_version() -> None:
     except PackageNotFoundError as error:
         raise PluginError("sglang is not installed") from error
     if installed not in SUPPORTED:
-        raise PluginError(f"DDTREE supports sglang {', '.join(SUPPORTED)}, not {installed}")
+        raise PluginError(f"this package supports sglang {', '.join(SUPPORTED)}, not {installed}")
 
 
 def register() -> None:

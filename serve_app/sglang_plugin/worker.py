@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ from serve_app.sglang_plugin.args import commit_in_graph, options
 from serve_app.sglang_plugin.commit import CommitBuffers, KVMover, Outcome, accept
 from serve_app.sglang_plugin.graph import Fallback, state_bytes
 from serve_app.sglang_plugin.inputs import DDTreeDraftInput, DDTreeVerifyInput, verify_input
+from serve_app.sglang_plugin.plan import Planner
 from serve_app.sglang_plugin.plugin import PluginError, assert_installed
 from serve_app.sglang_plugin.prepare import prepare_step
 from serve_app.sglang_plugin.sampling import sample_nodes
@@ -65,6 +67,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     _fused_kv_helper: Any
     _mover: KVMover
+    _planner: Planner
 
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         assert_installed()
@@ -109,8 +112,10 @@ class DDTreeWorker(DFlashWorkerV2):
         if capture and self._head is not None:
             self.draft_model_runner.capture_tail_hooks.append(self._capture_draft_tail)
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+        self._planner = Planner(self.draft_model_runner, self.model_runner)
         sizes = {name: f"{size / 2**20:.1f} MiB" for name, size in state_bytes(self.model_runner).items()}
-        logger.info("DDTREE: budget %d, graph state %s", self.chosen.budget, sizes)
+        who = "the step" if self._planner.active else "SGLang"
+        logger.info("DDTREE: budget %d, attention planned by %s, graph state %s", self.chosen.budget, who, sizes)
 
     def _private_kv_helper(self, rows: int) -> Any:
         """DFLASH's fused writer with scratch memory of its own: the shared one reallocates it when a prompt needs more,
@@ -138,8 +143,11 @@ class DDTreeWorker(DFlashWorkerV2):
         self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None
     ) -> GenerationBatchResult:
         """One scheduler step: a prefill, or draft → build → verify → accept → commit for every running request."""
+        began = time.perf_counter()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, on_publish)
+            result = self._prefill(batch, on_publish)
+            metrics.phase("prefill", time.perf_counter() - began)
+            return result
         if batch.forward_mode.is_idle():
             raise PluginError("DDTREE has no idle steps: data-parallel attention is refused at start")
         if batch.seq_lens.is_cuda:  # made on the scheduler's stream
@@ -148,12 +156,15 @@ class DDTreeWorker(DFlashWorkerV2):
         trees = self._trees.first(size)
         starts, slots = batch.seq_lens, self._slots[:size]
         self._draft(batch, slots)
+        drafted = time.perf_counter()
         greedy = self._commits_by_argmax(batch)
         self._set_commit_flag(greedy)
         grammar_tree = (
             GrammarTree.from_device(trees.next_token, trees.next_sibling, trees.tokens) if batch.has_grammar else None
         )
         out, replayed, forward_batch = self._verify(batch, trees, slots)
+        self._planner.end()
+        verified = time.perf_counter()
         if not (greedy and replayed and self._tail_in_verify_graph):
             self._commit_flag_off_graph(replayed)
             logits = self._adjusted_logits(batch, out.next_token_logits, grammar_tree, grammar_barrier)
@@ -165,7 +176,11 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.return_logprob:
             posterior = self._commit.posterior[:size].reshape(-1)
             compute_spec_v2_logprobs(batch, out, posterior, self._commit.rows[:size], self.chosen.depth)
-        return self._result(out, outcome, replayed, forward_batch)
+        result = self._result(out, outcome, replayed, forward_batch)
+        for phase, seconds in (("draft", drafted - began), ("verify", verified - drafted)):
+            metrics.phase(phase, seconds)
+        metrics.phase("accept", time.perf_counter() - verified)
+        return result
 
     def _result(self, out: Any, outcome: Outcome, replayed: bool, forward_batch: Any) -> GenerationBatchResult:
         out.hidden_states = None  # consumed; the scheduler would copy them to the host
@@ -214,6 +229,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self.model_runner.req_to_token_pool.req_to_token,
             self._mask_token_id,
             (block_ids, positions, block_slots, slots),
+            self._planner.begin(size),
         )
         embedded = self.target_worker.model_runner.model.get_input_embeddings()(block_ids)
         lengths, total = self._host_lengths(batch, draft_input)

@@ -21,7 +21,9 @@ PROGRESS = st.builds(
     st.none() | st.builds(Usage, COUNTS, COUNTS, COUNTS),
     st.none() | st.tuples(COUNTS, st.binary(max_size=3)),
 )
-ITEMS = st.builds(Item, st.binary(), COUNTS, st.booleans(), st.none(), st.lists(PROGRESS, max_size=4).map(tuple))
+ITEMS = st.builds(
+    Item, st.binary(), COUNTS, st.booleans(), st.none(), st.lists(PROGRESS, max_size=4).map(tuple), st.text()
+)
 
 
 @given(st.lists(ITEMS, max_size=5))

@@ -9,8 +9,8 @@ import pytest
 from dashboards.__main__ import differing
 from dashboards.boards import ABSENT_ON_CPU, BOARDS
 from dashboards.expressions import Expression, boards, expressions, panels
+from dashboards.selectors import names
 from tests.dashboards.exported import exported
-from tests.dashboards.promql import names
 
 EXPRESSIONS = list(expressions())
 PANELS = [(uid, panel) for uid, board in boards().items() for panel in panels(board)]

@@ -10,9 +10,9 @@ import pytest
 
 from dashboards.boards import ABSENT_ON_CPU
 from dashboards.expressions import Expression, expressions
+from dashboards.selectors import names
 from tests.conftest import Served
 from tests.dashboards.conftest import Prometheus
-from tests.dashboards.promql import names
 from tests.dashboards.test_boards import name_of
 from tests.dashboards.test_rules import ALERTS, rules
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dashboards.selectors import names
 from deploy.monitoring.binaries import Unavailable, find
 from deploy.monitoring.run import configuration
 from tests.dashboards.exported import exported, uids
-from tests.dashboards.promql import names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = ROOT / "dashboards" / "rules"

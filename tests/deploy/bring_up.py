@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.deploy.clients import Clients
 from tests.deploy.machines import Machine, bridge
 
 HEAD, NODE = "10.0.0.10", "10.0.0.11"
@@ -29,6 +31,7 @@ METAL = "/opt/ddtree/current/deploy/bare-metal"
 DASHBOARD = "--address http://127.0.0.1:8265"
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
 BODY = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
+QUESTION = "Name three colours."
 START_S = 240.0
 
 
@@ -57,9 +60,12 @@ def run(head: Machine, node: Machine) -> dict[str, Any]:
         "started": lambda: start(head, node, seen),
         "answers": lambda: {"key": ask(seen["configured"]), "none": ask(""), "version": version()},
         "doors": doors,
+        "guarded": lambda: guarded(head),
         "health": lambda: {address: get(address, 52365, "/api/local_raylet_healthz", HEAD) for address in (HEAD, NODE)},
+        "exchanged": lambda: exchanged(head, seen["configured"]),
         "head_lost": lambda: head_lost(head, seen["configured"]),
         "reloaded": lambda: reloaded(head, seen["configured"]),
+        "told": lambda: {machine.name: told(machine, seen["configured"]) for machine in (head, node)},
         "upgraded": lambda: switched(head, node, NEW, seen["configured"]),
         "rolled_back": lambda: switched(head, node, OLD, seen["configured"]),
         "stopped": lambda: stopped(head, node),
@@ -91,20 +97,20 @@ def configure(head: Machine, node: Machine) -> str:
     for machine in (head, node):
         machine.run(f"echo {token} | install -o ddtree -m 0400 /dev/stdin /etc/ddtree/ray-token")
         machine.run('printf %s "$KEYS" > /etc/ddtree/keys.yaml', KEYS=keys)
-    head.run("openssl rand -hex 32 | install -o ddtree -m 0400 /dev/stdin /etc/ddtree/redis-password")
-    head.run(f"""sed -i -e 's/^bind .*/bind {HEAD}/' -e 's/^port .*/port 6390/' -e 's/^appendonly .*/appendonly yes/' \
-        /etc/redis/redis.conf
-      echo "requirepass $(cat /etc/ddtree/redis-password)" >> /etc/redis/redis.conf
-      systemctl enable --now redis-server 2>&1""")
+    head.run(block("3. Redis"))
     return key[1]
 
 
+def block(heading: str) -> str:
+    """The page's commands under a heading, for a machine where root runs them and packages are installed already."""
+    (section,) = re.findall(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^    (.*)$", section, re.MULTILINE)
+    return "\n".join(["set -e", *(line.replace("sudo ", "") for line in lines if "apt-get" not in line)])
+
+
 def firewall(*machines: Machine) -> list[str]:
-    """The page's own lines."""
-    lines = re.findall(r"^    (nft .*)$", PAGE, re.MULTILINE)
-    for machine in machines:
-        machine.run("\n".join(["set -e", *lines]))
-    return lines
+    """The rules that are there afterwards, by machine."""
+    return [machine.run(block("2. Ports") + "\nnft list table inet ddtree") for machine in machines]
 
 
 def preflight(machine: Machine, role: str, config: str = "") -> list[str]:
@@ -133,10 +139,10 @@ def status(head: Machine) -> str:
     return found[1] if found else said[-2000:]
 
 
-def ask(key: str, user: str = "") -> tuple[int, str]:
-    headers = ("-H", f"Authorization: Bearer {key}", "-H", "Content-Type: application/json", "-m", "60")
-    body = json.dumps({**BODY, "user": user})
-    return get(NODE, 8000, "/v1/chat/completions", BALANCER, *headers, "-d", body)
+def ask(key: str, said: str = "Hi", **fields: Any) -> tuple[int, str]:
+    headers = ("-H", f"Authorization: Bearer {key}", "-H", "Content-Type: application/json", "-m", "80")
+    body = {**BODY, "messages": [{"role": "user", "content": said}], **fields}
+    return get(NODE, 8000, "/v1/chat/completions", BALANCER, *headers, "-d", json.dumps(body))
 
 
 def version() -> str:
@@ -171,15 +177,45 @@ def head_lost(head: Machine, key: str) -> dict[str, Any]:
     return {"meanwhile": meanwhile, "back": back, "known": known, "afterwards": ask(key)[0]}
 
 
+def guarded(head: Machine) -> dict[str, Any]:
+    """What the head's own users get without the token, with another, and with it: of deployments, of the cluster."""
+    found = {}
+    for name, token in {"none": "", "other": "0" * 64, "token": "$(cat /etc/ddtree/ray-token)"}.items():
+        code = head.run(
+            f"""curl -s -m 30 -o /dev/null -w '%{{http_code}}' -H "Authorization: Bearer {token}" \
+          http://127.0.0.1:8265/api/serve/applications/""",
+            check=False,
+        )
+        said = head.run(
+            f"""cd /; set -a; . /etc/ddtree/ray.env; unset RAY_AUTH_TOKEN_PATH; RAY_AUTH_TOKEN="{token}"
+          runuser -u ddtree -- timeout 60 /opt/ddtree/current/bin/ray status --address {HEAD}:6379""",
+            check=False,
+        )
+        found[name] = [int(code), "Node status" in said]
+    return found
+
+
+def exchanged(head: Machine, key: str) -> dict[str, Any]:
+    """ "Kimi on every node", but for Kimi: the application ends, and what is deployed next comes up."""
+    serve_shutdown(head)
+    gone = get(NODE, 8000, "/ready", BALANCER)[0]
+    head.run("systemctl reload ddtree-serve")
+    return {"gone": gone != 200, "ready": until(ready, START_S), "answer": ask(key)[0]}
+
+
 def reloaded(head: Machine, key: str) -> dict[str, Any]:
     """ "Configuration": a file that is refused, one that is taken, and the first again."""
     good = head.run("cat /etc/ddtree/serve.yaml")
-    refused = deploy(head, good, 1, lambda: status(head) == "DEPLOY_FAILED")
-    meanwhile = ask(key)[0]
-    changed = deploy(head, good, 1024, lambda: ask(key, "x" * 2000)[0] == 413)
-    back = deploy(head, good, None, lambda: ask(key, "x" * 2000)[0] == 200)
-    return {"refused": refused, "meanwhile": meanwhile, "changed": changed, "changed back": back,
-            "status": until(lambda: status(head) == "RUNNING", START_S)}  # fmt: skip
+    long = " Hi" * 500
+    with Clients(partial(ask, key), QUESTION) as clients:
+        refused = deploy(head, good, 1, lambda: status(head) == "DEPLOY_FAILED")
+        meanwhile = ask(key)[0]
+        changed = deploy(head, good, 1024, lambda: ask(key, long)[0] == 413)
+        running = until(lambda: status(head) == "RUNNING", START_S)
+        back = deploy(head, good, None, lambda: ask(key, long)[0] == 200)
+        running &= until(lambda: status(head) == "RUNNING", START_S)
+    return {"refused": refused, "meanwhile": meanwhile, "changed": changed, "changed back": back, "status": running,
+            "clients": clients.ends}  # fmt: skip
 
 
 def deploy(head: Machine, good: str, limit: int | None, then: Callable[[], bool]) -> bool:
@@ -189,6 +225,23 @@ def deploy(head: Machine, good: str, limit: int | None, then: Callable[[], bool]
     text = good if limit is None else good.replace(place, f"{place}      ingress: {{max_body_bytes: {limit}}}\n")
     head.run('printf %s "$TEXT" > /etc/ddtree/serve.yaml && systemctl reload ddtree-serve', TEXT=text)
     return until(then, START_S)
+
+
+def told(machine: Machine, key: str) -> dict[str, list[str]]:
+    """Logs that hold a secret or a prompt, and, to know that they were searched, a route: Ray's, the application's,
+    systemd's."""
+    found = {}
+    for name, text in {"key": f"printf %s {key}", "token": "cat /etc/ddtree/ray-token",
+                       "password": "cat /etc/ddtree/redis-password 2>/dev/null || echo none here",
+                       "prompt": f"printf %s {QUESTION!r}", "route": "echo /v1/chat/completions",
+                       "unit": "echo Started ddtree-ray"}.items():  # fmt: skip
+        said = machine.run(
+            f"""text=$({text}); journalctl --no-pager > /run/journal
+          grep -rlF -e "$text" /tmp/ray/*/logs /run/journal""",
+            check=False,
+        )
+        found[name] = sorted({line.rsplit("/", 1)[-1] for line in said.splitlines()})
+    return found
 
 
 def switched(head: Machine, node: Machine, release: str, key: str) -> dict[str, Any]:
@@ -230,7 +283,7 @@ def get(host: str, port: int, path: str, source: str, *more: str) -> tuple[int, 
     origin = [] if source == HEAD else ["--interface", source]
     words = ["curl", "-s", "--noproxy", "*", "-m", "5", *origin, "-w", "\n%{http_code}", *more]
     done = subprocess.run(
-        [*words, f"http://{host}:{port}{path}"], capture_output=True, text=True, timeout=90, check=False
+        [*words, f"http://{host}:{port}{path}"], capture_output=True, text=True, timeout=100, check=False
     )
     body, _, code = done.stdout.rpartition("\n")
     return int(code or 0), body

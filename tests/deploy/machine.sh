@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Boots systemd in namespaces of its own on a copy-on-write view of this machine's disk: machine.sh DIRECTORY NAME FILES.
-# Run by machines.py under unshare. FILES is mounted at /mnt; nothing that is written reaches the real disk but DIRECTORY.
+# Boots systemd in namespaces of its own on a copy-on-write view of this machine's disk: machine.sh DIRECTORY NAME
+# FILES. Run by machines.py under unshare. FILES is mounted at /mnt; nothing that is written reaches the real disk but
+# DIRECTORY.
 set -euo pipefail
 base=$1 name=$2 files=$3
 root=$base/$name/root
@@ -25,7 +26,9 @@ ln -s pts/ptmx "$root/dev/ptmx"
 for link in fd:fd stdin:fd/0 stdout:fd/1 stderr:fd/2; do ln -s "/proc/self/${link#*:}" "$root/dev/${link%%:*}"; done
 for path in dev/shm run tmp; do mount -t tmpfs -o mode=1777 tmpfs "$root/$path"; done
 chmod 755 "$root/run"
-hostname "$name"
+# systemd takes it from there.
+echo "$name" >"$root/etc/hostname"
+echo "127.0.1.1 $name" >>"$root/etc/hosts"
 ip link set lo up
 mkdir -p "$root/.old"
 cd "$root"

@@ -58,7 +58,8 @@ def run(name: str, port: int, directory: Path) -> dict[str, Any]:
     assert app["name"] == APP
     if name != "laptop":
         app["import_path"] = "tests.deploy.fake_app:build_app"
-        app["args"]["model"]["source"] = str(model_directory(directory))
+        model = app["args"]["model"]
+        model |= {key: str(model_directory(directory)) for key in ("source", "drafter") if key in model}
     client = _get_global_client()
     assert client is not None
     client.deploy_apps(ServeDeploySchema.model_validate(tree))

@@ -16,6 +16,7 @@ from tests.deploy.configs import BARE_METAL, DEPLOY, config_of, read
 
 METAL = DEPLOY / "bare-metal"
 SCRIPTS = sorted([*METAL.glob("*.sh"), *(DEPLOY / "sglang").glob("*.sh")])
+CHECKED = [*SCRIPTS, ROOT / ".ci" / "run", *sorted((ROOT / "tests").rglob("*.sh"))]
 UNITS = sorted((METAL / "systemd").glob("*.service"))
 
 
@@ -39,7 +40,7 @@ def start(role: str, **env: str) -> dict[str, str]:
     return dict((line + "=").split("=")[:2] for line in done.stdout.splitlines()[2:])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", CHECKED, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script: Path) -> None:
     done = run(tool("shellcheck"), script)
     assert done.returncode == 0, done.stdout
@@ -62,6 +63,12 @@ def test_systemd_accepts_the_unit(unit: Path) -> None:
 def test_scripts_that_units_name_exist(unit: Path) -> None:
     for name in re.findall(r"/opt/ddtree/current/(deploy/\S+)", unit.read_text()):
         assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_a_node_outlives_a_process_that_memory_ran_out_for(role: str) -> None:
+    """systemd's default ends the whole unit with it."""
+    assert "OOMPolicy=continue" in (METAL / "systemd" / f"ddtree-ray-{role}.service").read_text().splitlines()
 
 
 def test_ray_knows_every_option() -> None:
@@ -134,6 +141,25 @@ def test_preflight_checks_a_worker_against_the_serve_configuration(tmp_path: Pat
     assert "mismatch: " in done.stderr and "this node is not what" in done.stdout
 
 
+@pytest.mark.parametrize(("name", "asked"), [("kimi-k2.6-b300", True), ("cpu-node", False)])
+def test_preflight_looks_for_compilers_where_sglang_is_asked_for(tmp_path: Path, name: str, asked: bool) -> None:
+    said = preflight(tmp_path, "worker", str(BARE_METAL[name])).stdout
+    for what in ("SGLang is installed", "gcc and Python's headers are there", "CUDA's compiler is there"):
+        assert (re.search(f"^(ok|miss): {what}$", said, re.MULTILINE) is not None) is asked
+
+
+def test_preflight_reads_the_configuration_that_it_is_given(tmp_path: Path) -> None:
+    """One that is not there is a miss, not this node's own configuration."""
+    done = preflight(tmp_path, "worker", str(tmp_path / "none.yaml"))
+    assert "miss: this node is not what" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["ddtree-ray-worker", "ddtree-sglang"])
+def test_what_compiles_kernels_finds_cudas_compiler(name: str) -> None:
+    (path,) = re.findall(r"PATH=(\S+)", (METAL / "systemd" / f"{name}.service").read_text())
+    assert "/usr/local/cuda/bin" in path.split(":")
+
+
 def test_a_release_is_switched_and_switched_back(tmp_path: Path) -> None:
     for version in ("0.1.0", "0.2.0"):
         binary = tmp_path / "releases" / version / "bin" / "python"
@@ -152,3 +178,13 @@ def test_a_release_is_switched_and_switched_back(tmp_path: Path) -> None:
 def test_a_release_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     assert run(METAL / "release.sh", "9.9", ROOT=str(tmp_path)).returncode == 1
     assert not (tmp_path / "current").exists()
+
+
+@pytest.mark.parametrize("folder", ["deploy", "k8s", "tests/deploy"])
+def test_lines_fit_a_screen(folder: str) -> None:
+    """As the Python code's; but paths within objects, which cannot be broken, and pages."""
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in (".md", ".pyc"))
+    long = [f"{path.relative_to(ROOT)}:{number}" for path in files
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if len(line) > 120 and not re.match(r" *path: \S+$", line)]  # fmt: skip
+    assert long == []

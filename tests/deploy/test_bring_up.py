@@ -65,6 +65,7 @@ def seen(files: Path) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SEEN ")]
     assert lines, done.stdout[-2000:] + done.stderr[-6000:]
+    print(done.stderr)
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("SEEN "))
     return found
 
@@ -86,6 +87,13 @@ def test_it_answers_to_a_key_alone(seen: dict[str, Any]) -> None:
     assert json.loads(answers["key"][1])["choices"][0]["message"]["content"]
 
 
+def test_the_cluster_listens_to_its_token_alone(seen: dict[str, Any]) -> None:
+    """The dashboard's port, which deploys, and the cluster's own."""
+    found = seen["guarded"]
+    assert found["token"] == [200, True]
+    assert all(found[name][0] in (401, 403) and not found[name][1] for name in ("none", "other")), found
+
+
 @pytest.mark.parametrize("address", [HEAD, NODE])
 def test_each_agent_tells_its_raylets_health(seen: dict[str, Any], address: str) -> None:
     assert seen["health"][address] == [200, "success"]
@@ -98,6 +106,10 @@ def test_the_firewall_lets_through_what_the_page_says(seen: dict[str, Any]) -> N
     assert {code for name, code in seen["doors"].items() if name not in opened} == {0}
 
 
+def test_another_application_takes_the_place_of_the_first(seen: dict[str, Any]) -> None:
+    assert seen["exchanged"] == {"gone": True, "ready": True, "answer": 200}
+
+
 def test_the_service_outlives_its_head(seen: dict[str, Any]) -> None:
     assert seen["head_lost"] == {"meanwhile": [200] * 5, "back": True, "known": True, "afterwards": 200}
 
@@ -107,8 +119,23 @@ def test_a_configuration_is_changed_in_place_and_back(seen: dict[str, Any]) -> N
     assert (found["changed"], found["changed back"], found["status"]) == (True, True, True)
 
 
+def test_no_answer_fails_while_configurations_change(seen: dict[str, Any]) -> None:
+    """Whole answers, the same as before, streaming or not, through a refused file, a new one and the old one again."""
+    ends = seen["reloaded"]["clients"]
+    assert set(ends) == {"stream", "answer"} and min(ends.values()) > 5, ends
+
+
 def test_a_refused_configuration_leaves_the_old_one_serving(seen: dict[str, Any]) -> None:
     assert (seen["reloaded"]["refused"], seen["reloaded"]["meanwhile"]) == (True, 200)
+
+
+@pytest.mark.parametrize("what", ["key", "token", "password", "prompt"])
+def test_no_log_tells_a_secret(seen: dict[str, Any], what: str) -> None:
+    assert [seen["told"][machine][what] for machine in ("head", "node")] == [[], []]
+
+
+def test_the_logs_were_searched(seen: dict[str, Any]) -> None:
+    assert seen["told"]["node"]["route"] and all(found["unit"] == ["journal"] for found in seen["told"].values())
 
 
 @pytest.mark.parametrize(("step", "before", "after"), [("upgraded", OLD, NEW), ("rolled_back", NEW, OLD)])

@@ -59,17 +59,21 @@ def test_everything_is_in_one_namespace(name: str) -> None:
     assert spaces == {"ddtree"}
 
 
+def listed_secrets() -> set[tuple[str, str]]:
+    """Names and keys of those that the manifests expect to find."""
+    examples = yaml.safe_load_all((K8S / "secrets.example.yaml").read_text())
+    return {(item["metadata"]["name"], key) for item in examples for key in item["stringData"]}
+
+
 @each
 def test_secrets_are_references_to_listed_ones(name: str) -> None:
-    examples = yaml.safe_load_all((K8S / "secrets.example.yaml").read_text())
-    listed = {(item["metadata"]["name"], key) for item in examples for key in item["stringData"]}
     named = set()
     for node in walk(overlay(name)):
         if reference := node.get("secretKeyRef"):
             named.add((reference["name"], reference["key"]))
         if "secretName" in node:
             named |= {(node["secretName"], item["key"]) for item in node["items"]}
-    assert named and named <= listed
+    assert named and named <= listed_secrets()
     assert of_kind(overlay(name), "Secret") == []
 
 
@@ -318,14 +322,16 @@ def test_the_clusters_ray_is_the_applications(name: str) -> None:
 
 def test_optional_components_render() -> None:
     """Gateway and RDMA on top of the GPU overlay."""
-    if not (K8S.parent / "dashboards" / "grafana").exists():
-        pytest.skip("this checkout has no dashboards")
     objects = rendered("examples/b300-gateway-rdma")
     (route,) = of_kind(objects, "HTTPRoute")
     (back,) = route["spec"]["rules"][0]["backendRefs"]
     assert back["port"] in GENERATED[back["name"]]
     pods = templates(objects)
     (gateway,) = of_kind(objects, "Gateway")
+    assert [parent["name"] for parent in route["spec"]["parentRefs"]] == [gateway["metadata"]["name"]]
+    certificates = {ref["name"] for listener in gateway["spec"]["listeners"] for ref in
+                    listener["tls"]["certificateRefs"]}  # fmt: skip
+    assert certificates <= {name for name, key in listed_secrets() if key == "tls.key"}
     (policy,) = (p["spec"] for p in of_kind(objects, "NetworkPolicy") if p["metadata"]["name"] == "ddtree-gateway")
     assert selects(policy["podSelector"], pods["engine"]["metadata"]["labels"])
     assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"].popitem()[1] == gateway["metadata"]["name"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import yaml
 
 from tests.deploy.configs import DEPLOY, K8S
@@ -21,12 +20,6 @@ def pod() -> Object:
 def container() -> Object:
     (found,) = pod()["spec"]["containers"]
     return dict(found)
-
-
-def test_kubernetes_accepts_every_object() -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for item in rendered(FOLDER):
-        validate.validate(item, validate.latest_version(), strict=True)
 
 
 def test_the_pod_gets_the_options_of_bare_metal() -> None:

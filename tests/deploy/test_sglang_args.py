@@ -12,6 +12,7 @@ import yaml
 
 from serve_app.engines.sglang.arguments import DECIDED, server_arguments
 from serve_app.sglang_plugin.args import Options, check_backends, check_widths
+from tests.conftest import require_sglang
 from tests.deploy.configs import BARE_METAL, DEPLOY, config_of, read
 
 START = DEPLOY / "sglang" / "start.sh"
@@ -92,6 +93,8 @@ def test_it_listens_on_this_machine_alone() -> None:
 
 
 def test_sglang_knows_every_option() -> None:
-    server_args = pytest.importorskip("sglang.srt.server_args", reason="SGLang is not installed")
-    fields = {field.name for field in dataclasses.fields(server_args.ServerArgs)}
+    require_sglang()
+    from sglang.srt.server_args import ServerArgs
+
+    fields = {field.name for field in dataclasses.fields(ServerArgs)}
     assert {name.removeprefix("--").replace("-", "_") for name in options()} <= fields

@@ -20,6 +20,9 @@ SCHEMA = json.dumps(
         "additionalProperties": False,
     }
 )
+LAW_PROMPT = "The weather today is"
+# Log-prob gap below which one rounding of the two best logits (8 to 32) decides: some steps of float16, of bfloat16.
+NEAR_TIE = {"float16": 0.07, "bfloat16": 0.3}
 REGEX = r"(red|green|blue)( and (red|green|blue)){3}"
 
 
@@ -28,6 +31,13 @@ def identity(fleet: Fleet, name: str, expected: list[dict[str, Any]], *, one_by_
     asked = prompts(len(expected))
     found = fleet.greedy(name, asked, fleet.arguments.tokens, one_by_one=one_by_one)
     return fleet.compare(found, expected, asked)
+
+
+def graph_and_eager(fleet: Fleet, graph: str, eager: str, count: int, tokens: int) -> dict[str, Any]:
+    """The same engine replaying and not, one prompt at a time, so that both forwards have the same shapes."""
+    asked = prompts(count)
+    replayed, launched = (fleet.greedy(name, asked, tokens, one_by_one=True) for name in (graph, eager))
+    return fleet.compare(launched, replayed, asked)
 
 
 def batch_sizes(fleet: Fleet, name: str, expected: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,10 +95,11 @@ def limits(fleet: Fleet, name: str) -> dict[str, Any]:
 
 
 def context_end(fleet: Fleet, name: str, context: int) -> dict[str, Any]:
-    """Prompts that leave less than a tree, less than a block, or one token of the context."""
+    """Prompts that leave less than a tree, less than a block, or a few tokens of the context, of which SGLang answers
+    with two less."""
     text = fleet.tokenizer.encode(" ".join(prompts(200)))
     text = (text * (context // len(text) + 1))[:context]
-    rooms = [6, 7, 8, 15, 16, 17, 31, 33, 34, 60]  # SGLang takes no prompt that leaves fewer than six
+    rooms = [7, 8, 9, 15, 16, 17, 31, 33, 34, 60]  # SGLang takes no prompt that leaves fewer than seven
     asked = [text[: context - room] for room in rooms]
     params = [{**GREEDY, "max_new_tokens": room - 1, "ignore_eos": True} for room in rooms]
     ours, theirs = (
@@ -136,26 +147,54 @@ def law(fleet: Fleet, name: str, samples: int) -> dict[str, Any]:
         ("top-k", {"temperature": 1.0, "top_k": 3}),
         ("mixed", {"temperature": 1.3, "top_p": 0.6, "top_k": 5, "min_p": 0.05}),
     ):
-        counts = []
+        found = []
         for engine in ("ar", name):
-            asked = ["The weather today is"] * samples
             every = [{**params, "max_new_tokens": 3, "ignore_eos": True}] * samples
             every[::8] = [{**GREEDY, "max_new_tokens": 3, "ignore_eos": True}] * len(every[::8])
-            outputs = fleet.generate(engine, asked, every)
-            greedy = {tuple(output["ids"]) for output in outputs[::8]}
-            sampled = [tuple(o["ids"]) for i, o in enumerate(outputs) if i % 8]
-            counts.append({" ".join(map(str, path)): n for path, n in Counter(sampled).items()})
-            counts[-1]["greedy"] = len(greedy)
-        result[label] = counts
+            outputs = fleet.generate(engine, [LAW_PROMPT] * samples, every)
+            found.append([tuple(output["ids"]) for output in outputs])
+        undecided = _undecided(fleet, {path[:depth] for paths in found for path in paths for depth in range(3)}, params)
+        counts = [Counter(_decided(path, undecided) for i, path in enumerate(paths) if i % 8) for paths in found]
+        result[label] = [
+            {**{" ".join(map(str, path)): n for path, n in count.items()}, "greedy": len(set(paths[::8]))}
+            for count, paths in zip(counts, found, strict=True)
+        ]
     return result
 
 
-def traffic(fleet: Fleet, name: str, seconds: float, workers: int) -> dict[str, Any]:
-    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools."""
+def _undecided(fleet: Fleet, prefixes: set[tuple[int, ...]], params: dict[str, Any]) -> dict[tuple[int, ...], set[int]]:
+    """Per prefix the tokens that one rounding moves into or out of the top k: there the law itself is not decided."""
+    ordered, prompt = sorted(prefixes), fleet.tokenizer.encode(LAW_PROMPT)
+    asked = [[*prompt, *prefix] for prefix in ordered]
+    outputs = fleet.generate("ar", asked, {**GREEDY, "max_new_tokens": 1}, logprobs=20)
+    edges = {}
+    for prefix, output in zip(ordered, outputs, strict=True):
+        top = output["top"][0]
+        last, first_out = (top[params["top_k"] - 1 + i][0] for i in range(2))
+        if last - first_out < NEAR_TIE["float16"]:
+            middle = (last + first_out) / 2
+            edges[prefix] = {token for value, token in top if abs(value - middle) < NEAR_TIE["float16"]}
+    return edges
+
+
+def _decided(path: tuple[int, ...], undecided: dict[tuple[int, ...], set[int]]) -> tuple[int | str, ...]:
+    """`path` up to the first token that a rounding may have let in, which counts as any of its kind."""
+    for depth, token in enumerate(path):
+        if token in undecided.get(path[:depth], ()):
+            return (*path[:depth], "any")
+    return path
+
+
+def traffic(
+    fleet: Fleet, name: str, seconds: float, workers: int, lengths: tuple[int, ...] = (1, 5, 20, 60, 200)
+) -> dict[str, Any]:
+    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools. `lengths`: limits
+    that answers are given."""
     child = fleet.child(name)
     before = verify_steps(fleet, name)
     limit = max(min(seconds, fleet.left() - 25), 1)
     asked = {"prompts": prompts(100), "seconds": limit, "workers": workers, "schema": SCHEMA, "regex": REGEX}
+    asked["lengths"] = lengths
     counts = child.ask("traffic", fleet.left(), **asked)
     after = fleet.greedy(name, prompts(4), 32)
     return {
@@ -179,19 +218,12 @@ def counters(fleet: Fleet, name: str) -> dict[str, float]:
     return {key: value for key, value in samples.items() if value}
 
 
-def mla(fleet: Fleet) -> dict[str, Any]:
-    """Random token prompts through latent attention, alone and in batches."""
+def mla(fleet: Fleet, name: str, reference: str) -> dict[str, Any]:
+    """Random token prompts through latent attention, against the same engine without trees."""
     import torch
 
     generator = torch.Generator().manual_seed(5)
     lengths = [3 + 7 * (i % 9) for i in range(48)]
     asked = [torch.randint(0, 64, (length,), generator=generator).tolist() for length in lengths]
-    expected = fleet.greedy("mla-ar", asked, 64)
-    return fleet.compare(fleet.greedy("mla", asked, 64), expected, asked, reference="mla-ar")
-
-
-def tensor_parallel(fleet: Fleet, count: int) -> dict[str, Any]:
-    """Two ranks with a tree against two ranks without."""
-    asked, tokens = prompts(count), fleet.arguments.tokens
-    expected = fleet.greedy("tp2-ar", asked, tokens)
-    return fleet.compare(fleet.greedy("tp2", asked, tokens), expected, asked, reference="tp2-ar")
+    expected = fleet.greedy(reference, asked, 64)
+    return fleet.compare(fleet.greedy(name, asked, 64), expected, asked, reference=reference)

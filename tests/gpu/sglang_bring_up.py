@@ -23,6 +23,7 @@ from tests.gpu.fleet import Fleet
 MODES = "ar,ddtree,dflash,chain,eager,page16,wide,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
 TWO_GPUS = "tp2-ar,tp2"
 CONTEXT = 2048  # of `fleet`'s engines
+LONG = (1, 20, 200, 700)  # tokens of the soak's answers: most of its time is to be verify steps, not prompts
 
 
 def run(fleet: Fleet) -> None:
@@ -46,13 +47,14 @@ def run(fleet: Fleet) -> None:
         if name in names:
             fleet.stage(f"{name} identity", lambda n=name: checks.identity(fleet, n, expected, one_by_one=False))
     if "eager" in names:
-        fleet.stage("eager alone", lambda: checks.identity(fleet, "eager", expected[:1], one_by_one=True))
+        if "ddtree" in names:
+            fleet.stage("graph and eager", lambda: checks.graph_and_eager(fleet, "ddtree", "eager", 4, 64))
         fleet.stage("eager identity", lambda: checks.identity(fleet, "eager", expected[:16], one_by_one=False))
         fleet.stage("eager counters", lambda: checks.counters(fleet, "eager"))
         paths = fleet.out / "drafts.pt", fleet.arguments.drafter, fleet.arguments.model
         fleet.stage("drafter parity", lambda: parity(*paths))
     if "mla" in names:
-        fleet.stage("mla identity", lambda: checks.mla(fleet))
+        fleet.stage("mla identity", lambda: checks.mla(fleet, "mla", "mla-ar"))
     for name in ("ddtree", "page16"):
         if name in names:
             fleet.stage(f"{name} context end", lambda n=name: checks.context_end(fleet, n, CONTEXT))
@@ -61,14 +63,14 @@ def run(fleet: Fleet) -> None:
         fleet.stage("logprobs", lambda: checks.logprobs(fleet, "ddtree"))
         fleet.stage("limits", lambda: checks.limits(fleet, "ddtree"))
         fleet.stage("grammars", lambda: checks.grammars(fleet, "ddtree"))
-        fleet.stage("law", lambda: checks.law(fleet, "ddtree", 4000))
+        fleet.stage("law", lambda: checks.law(fleet, "ddtree", 3000))
     for name in ("page16", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
     if "tp2" in names:
-        fleet.stage("tp2 identity", lambda: checks.tensor_parallel(fleet, 32))
+        fleet.stage("tp2 identity", lambda: checks.mla(fleet, "tp2", "tp2-ar"))
     if "ddtree" in names:
-        fleet.stage("ddtree traffic", lambda: checks.traffic(fleet, "ddtree", fleet.arguments.soak, workers=8))
+        fleet.stage("ddtree traffic", lambda: checks.traffic(fleet, "ddtree", fleet.arguments.soak, 3, LONG))
 
 
 def main() -> None:

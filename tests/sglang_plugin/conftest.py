@@ -9,9 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.conftest import ROOT, require_sglang
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CPU_KERNELS = ROOT / "tests" / "engines" / "sglang" / "cpu_kernels"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def sglang() -> ModuleType:
     """SGLang with the plugin loaded as its own loader does it; skips where it is not installed."""
-    pytest.importorskip("sglang", reason="SGLang is not installed: pip install ddtree-serve[sglang]")
+    require_sglang()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_module("sglang.srt.managers.scheduler")

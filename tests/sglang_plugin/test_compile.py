@@ -25,12 +25,13 @@ for module, name, types, constants, warps in json.loads(sys.argv[1]):
 """
 I32 = dict.fromkeys(
     ["stride", "vocab", "first_id", "k", "chunks", "parts", "root_stride", "width", "depths", "path", "capacity",
-     "length", "mask_token", "block"], "i32",
+     "length", "mask_token", "block", "batch"], "i32",
 )  # fmt: skip
 FLOATS = dict.fromkeys(["values", "peaks", "sums", "best_values", "best_peak", "best_sum", "logps"], "*fp32")
 TREE = {**I32, **FLOATS, "FLOOR": "fp32"}
 COMMIT = {**I32, "enabled": "*i32", "lengths": "*i32"}
-TABLE = {**I32, "table": "*i32"}
+TABLE = {**I32, "table": "*i32", "draft_kv_indptr": "*i32", "verify_kv_indptr": "*i32"}
+PLAN = {"ROWS": 32, "PLAN": True, "SPLITS": 16, "CHUNK": 256}
 KERNELS = [
     ("topk", "_slice_topk", {**I32, **FLOATS, "logits": "*bf16"}, {"CHUNK": 2048}, 4),
     ("topk", "_slice_topk", {**I32, **FLOATS, "logits": "*fp16"}, {"CHUNK": 2048, "k": 1}, 4),
@@ -44,8 +45,9 @@ KERNELS = [
     ("commit", "_accept", COMMIT, {"LANES": 64, "PATH": 16, "HEED": True}, 1),
     ("commit", "_accept", {**COMMIT, "starts": "*i32"}, {"LANES": 16, "PATH": 16, "HEED": False, "capacity": 1}, 1),
     ("commit", "_move", COMMIT, {"PATH": 16, "TILE": 128}, 4),
-    ("prepare", "_prepare", TABLE, {"COLUMNS": 64}, 1),
-    ("prepare", "_prepare", {**TABLE, "roots": "*i32"}, {"COLUMNS": 16, "mask_token": 1}, 1),
+    ("prepare", "_prepare", TABLE, {"COLUMNS": 64, **PLAN}, 2),
+    ("prepare", "_prepare", {**TABLE, "roots": "*i32"}, {"COLUMNS": 16, "mask_token": 1, **PLAN, "ROWS": 1}, 2),
+    ("prepare", "_prepare", {**TABLE, "starts": "*i32"}, {"COLUMNS": 16, **PLAN, "PLAN": False, "ROWS": 1}, 2),
 ]
 
 

@@ -65,7 +65,9 @@ def test_every_hook_target_takes_the_arguments_its_hook_expects(sglang: ModuleTy
         "_extend_forward_kwargs": ["self", "forward_batch", "pp_proxy_tensors"],
         "update_finish_state": ["self", "new_accepted_len"],
         "init_cuda_graph_state": ["self", "max_bs", "max_num_tokens", "kv_indices_buf"],
+        "process_batch_result_prefill": ["self", "batch", "result"],
         "process_batch_result_decode": ["self", "batch", "result"],
+        "_apply_cuda_graph_metadata": ["self", "bs", "req_pool_indices", "seq_lens", "forward_mode", "spec_info"],
     }
     for hook in HOOKS:
         owner, name = hook.target.rsplit(".", 1)

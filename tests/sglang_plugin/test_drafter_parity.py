@@ -17,7 +17,8 @@ from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.drafter import Drafter, DrafterSpec
 from serve_app.engines.local.kv_cache import KVCache
 from serve_app.models import resolve, resolve_drafter
-from tests.conftest import ROOT
+from tests.conftest import ROOT, require_sglang
+from tests.sglang_plugin.conftest import CPU_KERNELS
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 CPU, CAPACITY = torch.device("cpu"), 256
@@ -46,7 +47,7 @@ def gap(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.inference_mode()
 def test_hidden_states_and_draft_logits_are_sglangs(tmp_path: Path) -> None:
-    pytest.importorskip("sglang", reason="SGLang is not installed: pip install ddtree-serve[sglang]")
+    require_sglang()
     files = resolve("smollm2-135m", progress=False)
     where = resolve_drafter("auto", files)
     assert where is not None
@@ -68,8 +69,7 @@ def test_hidden_states_and_draft_logits_are_sglangs(tmp_path: Path) -> None:
     torch.save(cases, tmp_path / "cases.pt")
     command = [sys.executable, "-m", "tests.sglang_plugin.draft_model", "cases.pt", "result.pt", files.path, where]
     command[3:5] = [str(tmp_path / name) for name in command[3:5]]
-    kernels = ROOT / "tests" / "engines" / "sglang" / "cpu_kernels"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(kernels)))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(CPU_KERNELS)))}
     done = subprocess.run(
         [str(word) for word in command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )

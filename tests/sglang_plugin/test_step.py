@@ -102,6 +102,7 @@ def worker(target: Target, chosen: Options, monkeypatch: pytest.MonkeyPatch) -> 
             self._offsets = torch.arange(chosen.path)
             self._mover = KVMover([target.cache])
             self._fused_kv_helper = None
+            self._planner = SimpleNamespace(begin=lambda size: None, end=lambda: None)
 
         def _target_forward(self, batch: Any, tree: Any) -> Any:
             logits, features = target.verify(batch, tree.draft_token, tree.positions, tree.custom_mask, chosen.width)
@@ -161,6 +162,8 @@ def test_steps_emit_what_decoding_one_by_one_would(
     lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
     state = DDTreeDraftInput.of(torch.tensor([text[-1] for text in texts]), lengths)
     accepted = []
+    phases: list[str] = []
+    monkeypatch.setattr("serve_app.sglang_plugin.metrics.phase", lambda name, seconds: phases.append(name))
     for _ in range(7):
         state.reserved_seq_lens_cpu = (lengths + 20).int()
         state.reserved_seq_lens_sum = int(state.reserved_seq_lens_cpu.sum())
@@ -173,6 +176,7 @@ def test_steps_emit_what_decoding_one_by_one_would(
             accepted.append(length)
         lengths, state = result.new_seq_lens, result.next_draft_input
         assert torch.equal(published[0], lengths)
+    assert phases == ["draft", "verify", "accept"] * 7
     for prompt, text, length in zip(PROMPTS, texts, lengths.tolist(), strict=True):
         expected = list(prompt)
         while len(expected) < len(text):

@@ -28,7 +28,7 @@ from serve_app.engines.local.penalties import LogitRules
 from serve_app.engines.local.sequence import Sequence, Sink
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.local.submission import Submission
-from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
+from serve_app.errors import EngineFailed, EngineGone, InvalidRequest, Overloaded, ReplicaLost, ServeError
 from serve_app.metrics import EngineMetrics
 
 # Faulty steps in a row after which health reports the engine unusable.
@@ -94,12 +94,12 @@ class LocalEngine:
         if self._parts is not None:
             for sequence in self._parts.stepper.scheduler.everything():
                 self._parts.stepper.scheduler.remove(sequence)
-                sequence.sink(EngineFailed(self._dead))
+                sequence.sink(_died())
         # Also those whose sequences were posted and never reached the scheduler.
         with self._lock:
             waiting, self._posted = list(self._submissions.values()), 0
         for submission in waiting:
-            submission.sequences[0].sink(EngineFailed(self._dead))
+            submission.sequences[0].sink(_died())
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class LocalEngine:
             if scheduler.queued + self._posted + wanted > self._config.engine.max_queued + scheduler.free:
                 raise Overloaded("the engine's queue is full", retry_after=1)
             if not loop.post(partial(self._add, parts, submission)):
-                raise NotReady("the engine is stopping")
+                raise EngineGone("The engine of this replica is stopping.", retry_after=1)
             self._submissions[request_id] = submission
             self._posted += wanted
 
@@ -164,7 +164,9 @@ class LocalEngine:
     # -- looking in ------------------------------------------------------------------------------------------------
 
     async def health(self) -> None:
-        parts, loop = self._running()
+        parts, loop = self._loaded()
+        if self._dead is not None:
+            raise EngineFailed(self._dead)
         if parts.stepper.faults >= _FAULTS:
             raise EngineFailed(f"the last {parts.stepper.faults} steps failed")
         submission = Submission(asyncio.get_running_loop())
@@ -173,7 +175,7 @@ class LocalEngine:
         prompt = [min(parts.end_tokens, default=0)]
         submission.sequences.append(_sequence(parts, 0, prompt, params, 0, 1, sink, probe=True))
         if not loop.post(partial(parts.stepper.scheduler.add, submission.sequences[0])):
-            raise NotReady("the engine is stopping")
+            raise EngineFailed("the step loop has ended")
         try:
             async with asyncio.timeout(self._health_timeout):
                 async for _ in submission.chunks():
@@ -202,27 +204,34 @@ class LocalEngine:
         )
 
     def info(self) -> ModelInfo:
-        parts, _ = self._running()
+        parts, _ = self._loaded()
         # The draw is a function of seed and position alone (`sampler`).
         return ModelInfo(self._config.model.id, parts.context, parts.vocab, self._created, continues="seeded")
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:
-        parts, _ = self._running()
+        parts, _ = self._loaded()
         return await asyncio.to_thread(parts.prompts.encode, request)
 
     async def detokenize(self, token_ids: Seq[int]) -> str:
-        parts, _ = self._running()
+        parts, _ = self._loaded()
         check_tokens(token_ids, parts.vocab)
         return await asyncio.to_thread(parts.vocabulary.decode, token_ids)
 
     def _running(self) -> tuple[Parts, StepLoop]:
-        if self._dead is not None:
-            raise EngineFailed(self._dead)
+        parts, loop = self._loaded()
+        if self._dead is not None or not loop.alive:
+            raise EngineGone("The engine of this replica has died.", retry_after=1)
+        return parts, loop
+
+    def _loaded(self) -> tuple[Parts, StepLoop]:
+        """Whether it lives or has died."""
         if self._parts is None or self._loop is None:
-            raise NotReady("the engine is not running")
-        if not self._loop.alive:
-            raise EngineFailed("the step loop has ended")
+            raise EngineGone("The engine of this replica is not running.", retry_after=1)
         return self._parts, self._loop
+
+
+def _died() -> ReplicaLost:
+    return ReplicaLost("The engine died while it worked on this request.", retry_after=1)
 
 
 def _sequence(

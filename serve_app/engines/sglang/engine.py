@@ -34,7 +34,15 @@ from serve_app.engines.sglang.host import Host
 from serve_app.engines.sglang.loading import Parts, parts_of, prepare
 from serve_app.engines.sglang.requests import generation, refuse, sampling_params
 from serve_app.engines.sglang.submission import Submission
-from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
+from serve_app.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    EngineGone,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    ServeError,
+)
 from serve_app.metrics import OUTCOMES, LoadMetrics
 
 logger = logging.getLogger(__name__)
@@ -209,15 +217,17 @@ class SglangEngine:
     # -- looking in ------------------------------------------------------------------------------------------------
 
     async def health(self) -> None:
-        if self._host is not None and self._host.dead is not None:
-            raise EngineFailed(self._host.dead)
-        host, parts = self._running()
+        host, parts = self._loaded()
+        if host.dead is not None:
+            raise EngineFailed(host.dead)
         rid = f"health-{uuid.uuid4().hex}"
         sampling = {"max_new_tokens": _PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True}
         asked = generation(rid, [min(parts.end_tokens, default=0)], sampling, None)
-        probe = asyncio.wrap_future(host.call(_probe(host, {**asked, "log_metrics": False})))
         try:
+            probe = asyncio.wrap_future(host.call(_probe(host, {**asked, "log_metrics": False})))
             tokens = await asyncio.wait_for(probe, self._health_timeout)
+        except EngineGone as error:
+            raise EngineFailed(host.dead or error.message) from None
         except TimeoutError:
             raise EngineFailed(f"no token within {self._health_timeout:g} s") from None
         finally:
@@ -245,7 +255,7 @@ class SglangEngine:
         return sum(submission.open for submission in list(self._submissions.values()))
 
     def info(self) -> ModelInfo:
-        _, parts = self._running()
+        _, parts = self._loaded()
         return ModelInfo(
             self._config.model.id,
             parts.context,
@@ -256,19 +266,24 @@ class SglangEngine:
         )
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:
-        _, parts = self._running()
+        _, parts = self._loaded()
         return await asyncio.to_thread(parts.prompts.encode, request)
 
     async def detokenize(self, token_ids: Seq[int]) -> str:
-        _, parts = self._running()
+        _, parts = self._loaded()
         check_tokens(token_ids, parts.vocab)
         return await asyncio.to_thread(parts.vocabulary.decode, token_ids)
 
     def _running(self) -> tuple[Host, Parts]:
-        if self._host is not None and self._host.dead is not None:
-            raise NotReady("The engine of this replica is dead.")
+        host, parts = self._loaded()
+        if host.dead is not None:
+            raise EngineGone("The engine of this replica has died.", retry_after=1)
+        return host, parts
+
+    def _loaded(self) -> tuple[Host, Parts]:
+        """Whether it lives or has died."""
         if self._host is None or self._parts is None:
-            raise NotReady("the engine is not running")
+            raise EngineGone("The engine of this replica is not running.", retry_after=1)
         return self._host, self._parts
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from serve_app.engines.sglang.exposition import forget_series
 from serve_app.engines.sglang.process import clean_start, ignore_sigquit, kill_all, metrics_directory
-from serve_app.errors import ConfigError, EngineFailed
+from serve_app.errors import ConfigError, EngineFailed, EngineGone
 
 logger = logging.getLogger(__name__)
 WATCH_PERIOD_S = 0.25
@@ -83,11 +83,11 @@ class Host:
             logger.error("SGLang's thread did not end within %g s", _JOIN_S)
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine on SGLang's event loop. Raises EngineFailed where there is none any more."""
+        """Run a coroutine on SGLang's event loop. Raises EngineGone where there is none any more."""
         loop = self._loop  # the thread may take it away meanwhile
         if loop is None or self.dead is not None or self._stopping.is_set():
             work.close()
-            raise EngineFailed(self.dead or "SGLang is not running")
+            raise EngineGone("The engine of this replica is gone.", retry_after=1)
         return asyncio.run_coroutine_threadsafe(work, loop)
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:

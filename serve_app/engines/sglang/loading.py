@@ -5,7 +5,6 @@ What this module does not do: start it (`host`), or import it.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.requests import Offer
 from serve_app.errors import ConfigError
 from serve_app.models import resolve
+from serve_app.sglang_plugin.plugin import PluginError, check_version
 
 # SGLang 0.5.17 stops two tokens before the end of the context.
 _CONTEXT_KEPT = 2
@@ -46,13 +46,14 @@ def prepare(config: Config) -> dict[str, Any]:
     """Arguments of ServerArgs for a configuration, its models fetched.
 
     Raises:
-        ConfigError: SGLang is not installed, or a key cannot be used. ModelFetchError: files cannot be had.
+        ConfigError: SGLang is not installed or another release than the supported one, or a key cannot be used.
+        ModelFetchError: files cannot be had.
     """
-    if importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "engine.kind sglang needs SGLang: install the extra [sglang], pip install 'ddtree-serve[sglang]'",
-            param="engine.kind",
-        )
+    try:
+        check_version()  # the engine stands on internals as the plugin does
+    except PluginError as error:
+        hint = "install the extra [sglang], pip install 'ddtree-serve[sglang]'"
+        raise ConfigError(f"engine.kind sglang: {error}; {hint}", param="engine.kind") from error
     from sglang.srt.server_args import ServerArgs
 
     files = resolve(config.model.source)

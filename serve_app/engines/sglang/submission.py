@@ -14,7 +14,7 @@ from typing import Any
 from serve_app.engines.base import Chunk
 from serve_app.engines.sglang.choice import Choice
 from serve_app.engines.sglang.host import Host
-from serve_app.errors import EngineFailed, NotReady, ServeError
+from serve_app.errors import EngineFailed, ReplicaLost, ServeError
 
 
 class Submission:
@@ -54,7 +54,7 @@ class Submission:
 
     def lose(self) -> None:
         """From any thread: SGLang is gone, and what it generates with it."""
-        self.send(NotReady("The engine died while it worked on this request.", code="replica_lost"))
+        self.send(ReplicaLost("The engine died while it worked on this request.", retry_after=1))
 
     def end_all(self) -> None:
         """Ask for the end of every choice; each still sends its last chunk."""

@@ -1,7 +1,7 @@
 """A real SGLang on a CPU, over a tiny random model; without SGLang these tests are skipped.
 
-Its scheduler and detokenizer run as they do anywhere; only one kernel is brought along (`cpu_kernels`), which released
-SGLang has for accelerators alone. Drafts need a GPU: `tests/gpu`.
+Its scheduler and detokenizer run as they do anywhere; `cpu_kernels` stands in for what released SGLang imports and a
+machine without GPU lacks: one kernel, and an importable torchvision. Drafts need a GPU: `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from serve_app.config import Config, load_config
 from serve_app.engines.sglang.engine import SglangEngine
 from serve_app.multiprocess import EngineFiles
+from tests.conftest import require_sglang
 from tests.engines.local.conftest import write_model
 
 KERNELS = Path(__file__).parent / "cpu_kernels"
@@ -62,8 +63,8 @@ def make_config(model: Path) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def sglang_on_cpu() -> Iterator[None]:
-    """SGLang can be imported and its processes find the kernel; skips where it is not installed."""
-    pytest.importorskip("sglang", reason="SGLang is not installed: pip install ddtree-serve[sglang]")
+    """SGLang can be imported, here and in its processes; skips where it is not installed."""
+    require_sglang()
     sys.path.insert(0, str(KERNELS))  # inherited by its processes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,7 +9,9 @@ import pytest
 
 from serve_app.config import load_config
 from serve_app.engines.sglang.arguments import DECIDED, FIXED, environment, server_arguments
+from serve_app.engines.sglang.loading import prepare
 from serve_app.errors import ConfigError
+from tests.conftest import require_sglang
 
 TARGET, DRAFTER = Path("/models/t"), Path("/models/d")
 KNOWN = {*DECIDED, *FIXED, "trust_remote_code", "speculative_attention_mode"}
@@ -86,9 +88,18 @@ def test_keys_of_the_other_engine_are_refused(tree: dict[str, Any]) -> None:
 
 
 def test_every_name_is_one_of_sglangs() -> None:
-    server_args = pytest.importorskip("sglang.srt.server_args", reason="SGLang is not installed")
-    known = set(server_args.ServerArgs.__dataclass_fields__)
+    require_sglang()
+    from sglang.srt.server_args import ServerArgs
+
+    known = set(ServerArgs.__dataclass_fields__)
     assert set(arguments()) | set(DECIDED) | FIXED <= known
+
+
+def test_another_release_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.sglang_plugin.plugin.version", lambda name: "0.5.99")
+    with pytest.raises(ConfigError, match=r"supports sglang 0\.5\.17, not 0\.5\.99; install the extra") as caught:
+        prepare(load_config({"engine": {"kind": "sglang"}}, use_env=False))
+    assert caught.value.param == "engine.kind"
 
 
 @pytest.mark.parametrize("first", [False, True])

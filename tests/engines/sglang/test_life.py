@@ -14,7 +14,9 @@ import pytest
 
 from serve_app.config import Config
 from serve_app.engines.sglang.engine import SglangEngine
-from serve_app.errors import ConfigError, EngineFailed, NotReady
+from serve_app.engines.sglang.host import build_engine
+from serve_app.errors import ConfigError, EngineFailed, EngineGone, ReplicaLost
+from serve_app.sglang_plugin.plugin import PluginError
 from tests.engines.local.conftest import write_drafter
 from tests.engines.local.helpers import request
 from tests.engines.sglang.conftest import ON_A_CPU
@@ -32,26 +34,35 @@ async def test_an_argument_that_sglang_does_not_know_is_named(sglang_on_cpu: Non
     with pytest.raises(ConfigError, match="max_total_tokens") as caught:
         await engine.start()
     assert caught.value.param == "sglang.server_args.max_total_token"
-    with pytest.raises(NotReady):
+    with pytest.raises(EngineGone):
         await anext(engine.submit(request()))
     await engine.stop()
 
 
 @pytest.mark.parametrize(
-    ("method", "param", "said"),
-    [
-        ("chain", "sglang", "SGLang refuses its arguments"),  # DFLASH needs a GPU
-        ("ddtree", "speculation.method", "install"),  # a checkout by itself is no plugin
-    ],
+    ("method", "said"),
+    [("chain", "SGLang refuses its arguments"), ("ddtree", "device cpu: only CUDA devices have its kernels")],
 )
-async def test_what_cannot_be_started_is_said(
-    sglang_on_cpu: None, make_config: Make, tmp_path: Path, method: str, param: str, said: str
+async def test_drafts_without_a_gpu_are_refused(
+    sglang_on_cpu: None, make_config: Make, tmp_path: Path, method: str, said: str
 ) -> None:
     model = make_config().model.model_dump() | {"drafter": str(write_drafter(tmp_path / "drafter"))}
     engine = SglangEngine(make_config(model=model, speculation={"method": method}))
     with pytest.raises(ConfigError, match=said) as caught:
         await engine.start()
-    assert caught.value.param == param
+    assert caught.value.param == "sglang"
+
+
+def test_trees_without_the_plugin_are_refused(sglang_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout by itself is no plugin: SGLang finds that by its entry point."""
+
+    def missing() -> None:
+        raise PluginError("the DDTREE plugin did not take effect")
+
+    monkeypatch.setattr("serve_app.sglang_plugin.plugin.assert_installed", missing)
+    with pytest.raises(ConfigError, match="did not take effect; install this package") as caught:
+        build_engine({"speculative_algorithm": "DDTREE"})
+    assert caught.value.param == "speculation.method"
 
 
 async def test_a_scheduler_that_cannot_start_leaves_nothing(sglang_on_cpu: None, make_config: Make) -> None:
@@ -84,16 +95,17 @@ async def test_a_dead_scheduler_is_a_dead_engine_in_a_living_process(sglang_on_c
     await anext(chunks)
     os.kill(scheduler.pid or 0, signal.SIGKILL)
     async with asyncio.timeout(SOON_S):
-        with pytest.raises(NotReady) as caught:
+        with pytest.raises(ReplicaLost):
             async for _ in chunks:
                 pass
-    assert caught.value.code == "replica_lost"
     with pytest.raises(EngineFailed, match="exit code"):
         await engine.health()
     assert engine.stats().last_token_age_s is None  # so the watchdog asks at once
-    with pytest.raises(NotReady):
+    with pytest.raises(EngineGone):
         await anext(engine.submit(request()))
+    # What needs no engine goes on until it is replaced.
+    assert await engine.tokenize(request("x")) and engine.info().max_model_len
     await engine.stop()
     assert multiprocessing.active_children() == [] and others
-    with pytest.raises(NotReady):
+    with pytest.raises(EngineGone):
         engine.info()

@@ -9,6 +9,7 @@ import pytest
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.engines.sglang.requests import Offer, generation, refuse, sampling_params
 from serve_app.errors import Unsupported
+from tests.conftest import require_sglang
 
 GRAMMAR = Offer("DDTREE", False, grammars=True)
 PLAIN, TREE, CHAIN = Offer(None, False), Offer("DDTREE", False), Offer("DFLASH", False)
@@ -72,9 +73,10 @@ def test_only_the_answers_logprobs_are_asked_for() -> None:
 
 
 def test_sglang_knows_every_field() -> None:
-    structs = pytest.importorskip("sglang.srt.managers.io_struct", reason="SGLang is not installed")
+    require_sglang()
+    from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams as Theirs
 
     asked = sampling_params(SamplingParams(stop=("a",), logit_bias={1: 1.0}, json_schema="{}"), 9, 7)
     assert set(asked) <= set(Theirs.__struct_fields__)
-    assert set(generation("r", [1], asked, 2)) | {"log_metrics"} <= set(structs.GenerateReqInput.__dataclass_fields__)
+    assert set(generation("r", [1], asked, 2)) | {"log_metrics"} <= set(GenerateReqInput.__dataclass_fields__)

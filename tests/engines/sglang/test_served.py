@@ -93,7 +93,12 @@ def test_it_answers_a_question(served: Served) -> None:
 
 
 def test_an_answer_follows_a_schema(served: Served) -> None:
-    schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    schema = {
+        "type": "object",
+        "properties": {"days": {"type": "integer"}},
+        "required": ["days"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "days", "schema": schema}}
     answer = ask(served, response_format=wanted, max_tokens=200, temperature=0)
     assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["days"], int)

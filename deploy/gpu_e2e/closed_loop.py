@@ -1,0 +1,132 @@
+"""The same closed loop on both sides: so many streams, each asking anew when its answer has ended; and its numbers.
+
+What this module does not do: know what an answer is made of; `one(number)` streams one and gives its Timing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+
+from load_tests.summary import percentile
+
+QUANTILES = (50, 95, 99)
+
+
+@dataclass
+class Timing:
+    """One streamed answer; `time.perf_counter` seconds. `stamps`: when each chunk with text came."""
+
+    number: int
+    sent: float = 0.0
+    end: float = 0.0
+    stamps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    steps: int = 0
+    text: str = ""
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def closed_loop(one: Callable[[int], Awaitable[Timing]], streams: int, requests: int) -> list[Timing]:
+    """`requests` answers, numbered from 0, `streams` at a time."""
+    numbers, timings = iter(range(requests)), []
+
+    async def stream() -> None:
+        for number in numbers:
+            timings.append(await one(number))
+
+    await asyncio.gather(*(stream() for _ in range(min(streams, requests))))
+    return sorted(timings, key=lambda timing: timing.number)
+
+
+def http_stream(session: Any, url: str, model: str, questions: Sequence[str], tokens: int) -> Callable[[int], Any]:
+    """Chat completions through HTTP. `session`: an aiohttp.ClientSession without a limit of connections.
+
+    The callable raises RuntimeError for an answer that is no whole 200.
+    """
+
+    async def one(number: int) -> Timing:
+        question = questions[number % len(questions)]
+        body = {
+            "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": tokens,
+            "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        timing = Timing(number, time.perf_counter())
+        texts, done = [], False
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"status {answer.status}: {(await answer.text())[:300]}")
+            async for line in answer.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.startswith(b"data: [DONE]"):
+                    done = True  # and on to the end of the body, so that the connection can serve again
+                    continue
+                now = time.perf_counter()
+                event = orjson.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"error frame: {event['error']}")
+                if event.get("usage"):
+                    timing.tokens = event["usage"]["completion_tokens"]
+                for choice in event["choices"]:
+                    if text := choice["delta"].get("content"):
+                        timing.stamps.append(now)
+                        texts.append(text)
+        timing.end = time.perf_counter()
+        if not done or not timing.stamps:
+            raise RuntimeError("the stream was cut")
+        timing.text = "".join(texts)
+        return timing
+
+    return one
+
+
+def spread_ms(seconds: Sequence[float]) -> dict[str, float] | None:
+    """p50, p95, p99 and the mean, in milliseconds; None where there is nothing."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    found = {f"p{q}": round(1e3 * percentile(ordered, q), 3) for q in QUANTILES}
+    return found | {"mean": round(1e3 * sum(ordered) / len(ordered), 3), "n": len(ordered)}
+
+
+def summary(rounds: Sequence[Sequence[Timing]]) -> dict[str, Any]:
+    """Numbers of several rounds of one load: rates divide by the sum of the rounds' times, first byte to last.
+
+    TTFT: to the first text. ITL: gaps between chunks, each of which holds a step's tokens or several steps'. TPOT: from
+    the first text to the end, by token after the first.
+    """
+    rounds = [timings for timings in rounds if timings]
+    timings = [timing for group in rounds for timing in group]
+    if not timings:
+        return {"requests": 0}
+    seconds = sum(max(t.end for t in group) - min(t.sent for t in group) for group in rounds)
+    tokens = sum(timing.tokens for timing in timings)
+    steps = sum(timing.steps for timing in timings)
+    return {
+        "requests": len(timings),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tok_s": round(tokens / seconds, 1),
+        "tok_s_by_round": [_rate(group) for group in rounds],
+        "ttft_ms": spread_ms([t.stamps[0] - t.sent for t in timings if t.stamps]),
+        "itl_ms": spread_ms([gap for t in timings for gap in t.gaps]),
+        "tpot_ms": spread_ms([(t.end - t.stamps[0]) / (t.tokens - 1) for t in timings if t.stamps and t.tokens > 1]),
+        "tokens_per_chunk": round(tokens / max(1, sum(len(t.stamps) for t in timings)), 3),
+        "acceptance_length": round((tokens - len(timings)) / steps, 3) if steps else None,
+    }
+
+
+def _rate(timings: Sequence[Timing]) -> float:
+    return round(sum(t.tokens for t in timings) / (max(t.end for t in timings) - min(t.sent for t in timings)), 1)

@@ -1,0 +1,78 @@
+"""Which configuration each phase serves; the engine in process gets exactly the same.
+
+What this module does not do: start anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODEL_ID = "smollm2-135m"
+METHODS = {"ddtree": "ddtree", "dflash": "chain", "ar": "none"}
+# Engines of several phases may lie side by side on one GPU: their KV caches are sized by tokens, and idle ones sleep.
+ON_A_GPU: dict[str, Any] = {
+    "sampling_backend": "pytorch", "grammar_backend": "xgrammar", "disable_prefill_cuda_graph": True,
+    "random_seed": 1, "skip_server_warmup": True, "sleep_on_idle": True, "max_total_tokens": 131072,
+}  # fmt: skip
+# As tests/engines/sglang/conftest.py.
+ON_A_CPU: dict[str, Any] = {
+    "sampling_backend": "pytorch", "grammar_backend": "llguidance", "disable_overlap_schedule": True,
+    "random_seed": 1, "skip_server_warmup": True, "sleep_on_idle": True, "max_total_tokens": 16384,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run is on.
+
+    Attributes:
+        model, drafter: directories. gpus: how many there are; 0 rehearses on a CPU, where SGLang cannot draft.
+        streams: the largest concurrency, which is also the largest batch and captured graph.
+    """
+
+    model: Path
+    drafter: Path
+    gpus: int
+    dtype: str
+    budget: int
+    streams: int
+
+    @property
+    def cpu(self) -> bool:
+        return self.gpus == 0
+
+
+def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1, **placement: Any) -> dict[str, Any]:
+    """The configuration of one phase. `mode`: a key of METHODS."""
+    cpu = machine.cpu
+    drafts = mode != "ar" and not cpu
+    arguments = dict(ON_A_CPU if cpu else {**ON_A_GPU, "cuda_graph_max_bs_decode": machine.streams})
+    if num_gpus > 1:
+        arguments["disable_custom_all_reduce"] = True
+    settings: dict[str, Any] = {
+        "model": {
+            "id": MODEL_ID, "source": str(machine.model), "drafter": str(machine.drafter) if drafts else None,
+            "dtype": "float32" if cpu else machine.dtype, "device": "cpu" if cpu else "cuda",
+        },
+        "speculation": {"method": METHODS[mode] if drafts else "none", "budget": machine.budget},
+        "engine": {"kind": "sglang", "max_running": machine.streams, "max_queued": 512},
+        "sglang": {
+            "attention_backend": "torch_native" if cpu else "triton", "mem_fraction_static": None if cpu else 0.8,
+            "server_args": arguments,
+        },
+        # Kernels may be compiled at the first request of their kind, on slow cores: that is no stuck engine.
+        "replica": {
+            "num_replicas": replicas, "num_cpus": 1, "num_gpus": 0 if cpu else num_gpus, "stuck_after_s": 60,
+            "health_check_timeout_s": 30, "warmup_grace_s": 180, "graceful_shutdown_timeout_s": 5,
+            "max_constructor_retry_count": 1,
+        },
+        "metrics": {"host": "127.0.0.1", "heartbeat_s": 0.5, "scrape_timeout_s": 5},
+    }  # fmt: skip
+    if cpu:
+        settings["model"]["context_length"] = 2048
+        settings["replica"]["num_cpus"] = 0.1
+    if placement:
+        settings["placement"] = placement
+    return settings

@@ -1,0 +1,183 @@
+"""The stages: each asks a running application for one thing and returns what the report shall say of it.
+
+What this module does not do: order them, or limit their time (`run` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.sglang_fleet import Child, questions
+from deploy.gpu_e2e import cases, checks, kill, panels
+from deploy.gpu_e2e.application import ROOT, Application
+from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, summary
+from deploy.gpu_e2e.report import compare
+from deploy.gpu_e2e.settings import MODEL_ID
+from load_tests import scrape
+from load_tests.target import get
+
+QUESTIONS = questions(200)
+SIDES = ("http", "engine", "sglang")
+
+
+def load_http(url: str, streams: int, requests: int, tokens: int) -> list[Timing]:
+    async def run() -> list[Timing]:
+        # No limit of its own: the run's alarm ends what hangs.
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
+            return await closed_loop(http_stream(session, url, MODEL_ID, QUESTIONS, tokens), streams, requests)
+
+    return asyncio.run(run())
+
+
+def load_child(child: Child, through: str, streams: int, requests: int, tokens: int, left_s: float) -> list[Timing]:
+    asked = {"through": through, "streams": streams, "requests": requests, "tokens": tokens, "questions": QUESTIONS}
+    return [Timing(**timing) for timing in child.ask("load", left_s, **asked)["timings"]]
+
+
+class Throughput:
+    """One mode's closed loops, HTTP and in process in turns, the other side idle meanwhile.
+
+    Args:
+        app, child: ready; no child measures HTTP alone. levels: numbers of streams. tokens: of each answer.
+        result: filled as it goes, so that what was measured is kept whatever happens.
+    """
+
+    def __init__(self, app: Application, child: Child | None, levels: Sequence[int], tokens: int, rounds: int) -> None:
+        self._app, self._child, self._levels = app, child, levels
+        self._tokens, self._rounds = tokens, rounds
+        self.result: dict[str, Any] = {"levels": {}, "start_s": {"http": app.start_s}}
+        if child is not None:
+            self.result["start_s"]["engine"] = child.start_s
+
+    def warm_up(self, left_s: float) -> None:
+        """Every batch size on every side: kernels are compiled and prompts cached alike."""
+        for streams in sorted(self._levels):
+            for side in self._sides():
+                self._load(side, streams, max(2, streams), min(32, self._tokens), left_s)
+
+    def run(self, left_s: float) -> dict[str, Any]:
+        self.warm_up(left_s)
+        before, inside = self._counters("http"), self._counters("engine")
+        for streams in self._levels:
+            self._level(streams, left_s)
+        self.result["http_counters"] = _change(before, self._counters("http"))
+        if self._child is not None:
+            self.result["engine_counters"] = _change(inside, self._counters("engine"))
+        return self.result
+
+    def _level(self, streams: int, left_s: float) -> None:
+        requests = max(8, 3 * streams)
+        timings: dict[str, list[list[Timing]]] = {side: [] for side in self._sides()}
+        level: dict[str, Any] = {"compared": compare({}, {})}
+        self.result["levels"][str(streams)] = level
+        before = self._counters("http")
+        for number in range(self._rounds):
+            # The sides take turns in who is first.
+            for side in self._sides() if number % 2 == 0 else reversed(self._sides()):
+                timings[side].append(self._load(side, streams, requests, self._tokens, left_s))
+            level |= {side: summary(rounds) for side, rounds in timings.items()}
+            level["http"]["acceptance_length"] = _change(before, self._counters("http"))["acceptance_length"]
+            if self._child is not None:
+                level["compared"] = compare(level["http"], level["engine"])
+                level["compared_with_sglang"] = compare(level["http"], level["sglang"])
+                level["same_texts"] = _same(timings["http"][0], timings["engine"][0])
+
+    def _sides(self) -> Sequence[str]:
+        return SIDES if self._child is not None else SIDES[:1]
+
+    def _load(self, side: str, streams: int, requests: int, tokens: int, left_s: float) -> list[Timing]:
+        if side == "http":
+            return load_http(self._app.url, streams, requests, tokens)
+        assert self._child is not None
+        return load_child(self._child, side, streams, requests, tokens, left_s)
+
+    def _counters(self, side: str) -> scrape.Page:
+        if side == "http":
+            return scrape.parse((get(f"{self._app.url}/metrics", 30) or b"").decode())
+        return scrape.parse(self._child.ask("counters", 30)["text"] if self._child is not None else "")
+
+
+def _change(before: scrape.Page, after: scrape.Page) -> dict[str, Any]:
+    """Replays, fallbacks by role and reason, verify steps and acceptance between two pages; a reason that did not occur
+    is left out."""
+    found = scrape.change(before, after, 1.0)
+    length = found["acceptance"]
+    return {
+        "replays": found["replays"],
+        "fallbacks": found["fallbacks"],
+        "verify_steps": found["verify_steps"],
+        "acceptance_length": None if length is None else round(length, 3),
+    }
+
+
+def _same(one: Sequence[Timing], other: Sequence[Timing]) -> str:
+    """How many answers read the same on both sides. Greedy, but batches differ in shape and near-ties fall anew."""
+    texts = [(a.text, b.text) for a, b in zip(one, other, strict=False)]
+    return f"{sum(a == b for a, b in texts)} of {len(texts)}"
+
+
+def openai_client(app: Application) -> dict[str, Any]:
+    import openai
+
+    return {"client": f"openai {openai.__version__}", "checks": checks.run_all(checks.CHECKS, checks.client(app.url))}
+
+
+def engine_cases(app: Application, drafts: bool) -> dict[str, Any]:
+    return {"checks": checks.run_all(cases.CASES, cases.server(app.url, drafts))}
+
+
+def locust(app: Application, users: int, seconds: float, logs: Path, left_s: float) -> dict[str, Any]:
+    """Rising users through the product's own load test; a fresh closed loop of ours where Locust is not installed."""
+    out, step = logs / "locust", max(1, users // 4)
+    line = [sys.executable, "-m", "load_tests", "run", "--url", app.url, "--shape", "steps", "--users", str(users),
+            "--step-users", str(step), "--step", str(seconds / 4), "--duration", str(seconds), "--drain", "20",
+            "--scale", "0.5", "--timeout", "60", "--quiet", "--out", str(out)]  # fmt: skip
+    with (logs / "locust.log").open("w") as log:
+        done = subprocess.run(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=left_s, check=False)
+    if not (out / "report.json").exists():
+        said = (logs / "locust.log").read_text()[-1500:]
+        return {"failed": f"exit code {done.returncode}: {said}", "instead": _rising(app, users, step)}
+    report = json.loads((out / "report.json").read_text())
+    return {
+        "gate": report["slo"],
+        "summary": _short(report["summary"]),
+        "steps": [_short(level) for level in report["levels"]],
+        "knee": report["knee"],
+        "server": report["server"],
+        "client_lag_s": report["client_lag_s"],
+    }
+
+
+def _short(summarised: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("users", "requests", "completed", "abandoned", "failed", "failures", "output_tok_per_s", "acceptance",
+            "ttft_s", "tpot_s", "chunk_gap_s", "e2e_s")  # fmt: skip
+    return {name: summarised[name] for name in kept if name in summarised}
+
+
+def _rising(app: Application, users: int, step: int) -> dict[str, Any]:
+    levels = range(step, users + 1, step)
+    return {str(n): summary([load_http(app.url, n, 2 * n, 64)]) for n in levels}
+
+
+def dashboards(app: Application, before: panels.Scrape, prometheus: panels.Prometheus | None) -> dict[str, Any]:
+    if prometheus is not None:
+        return panels.summarise(prometheus.judge(300), "a Prometheus that scraped every second")
+    after = panels.scrape(app.url)
+    found = panels.summarise(panels.judge(before, after), "two scrapes of every exporter")
+    return {**found, "series": len(after)}
+
+
+def killed(app: Application, streams: int, tokens: int, left_s: float, found: dict[str, Any]) -> dict[str, Any]:
+    """`found` is filled as it goes, and returned."""
+    kill.run(app.url, app.pid, QUESTIONS[:streams], tokens, left_s, found)
+    return found

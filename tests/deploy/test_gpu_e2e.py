@@ -1,0 +1,356 @@
+"""The GPU run's own arithmetic and judgements: percentiles, ratios, panels, the report, and that a cut run keeps what
+it has. The run itself needs a GPU, or SGLang on a CPU (`--cpu`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dashboards.expressions import Expression, expressions
+from deploy.gpu_e2e import kill, panels, report, run
+from deploy.gpu_e2e.__main__ import STAGES
+from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, spread_ms, summary
+from deploy.gpu_e2e.phases import Phase, phases
+from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
+from deploy.gpu_e2e.settings import METHODS, Machine, tree
+from serve_app.config import load_config
+from serve_app.engines.sglang.arguments import server_arguments
+from tests.conftest import ROOT
+
+GPU = Machine(Path("/m"), Path("/d"), gpus=2, dtype="float16", budget=32, streams=64)
+CPU = Machine(Path("/m"), Path("/d"), gpus=0, dtype="float16", budget=32, streams=4)
+
+
+def timing(number: int, sent: float, *stamps: float, end: float, tokens: int, steps: int = 0) -> Timing:
+    return Timing(number, sent, end, list(stamps), tokens, steps)
+
+
+# -- the closed loop ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_closed_loop_runs_each_request_once_and_no_more_than_its_streams_at_once() -> None:
+    running = most = 0
+
+    async def one(number: int) -> Timing:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001 * (number % 3))
+        running -= 1
+        return Timing(number)
+
+    made = await closed_loop(one, 4, 20)
+    assert [timing.number for timing in made] == list(range(20)) and most == 4
+
+
+def test_percentiles_are_in_milliseconds_with_linear_interpolation() -> None:
+    assert spread_ms([0.001, 0.002, 0.003, 0.004]) == {"p50": 2.5, "p95": 3.85, "p99": 3.97, "mean": 2.5, "n": 4}
+    assert spread_ms([]) is None
+
+
+def test_a_summary_adds_up_rounds_without_the_time_between_them() -> None:
+    first = [timing(0, 10, 10.1, 10.3, end=11, tokens=5), timing(1, 10.5, 10.7, end=12, tokens=3)]
+    second = [timing(0, 100, 100.2, 100.3, end=102, tokens=8, steps=2)]
+    found = summary([first, second])
+    assert (found["requests"], found["tokens"], found["seconds"], found["tok_s"]) == (3, 16, 4.0, 4.0)
+    assert found["tok_s_by_round"] == [4.0, 4.0]
+    assert found["ttft_ms"]["p50"] == pytest.approx(200) and found["itl_ms"]["n"] == 2
+    assert found["tpot_ms"]["n"] == 3 and found["acceptance_length"] == 6.5
+    assert summary([[], []]) == {"requests": 0}
+
+
+class _Frames(BaseHTTPRequestHandler):
+    frames: tuple[str, ...] = ()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        for frame in self.frames:
+            self.wfile.write(f"data: {frame}\n\n".encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def _chunk(text: str | None, **more: Any) -> str:
+    return json.dumps({"choices": [{"index": 0, "delta": {"content": text}}], **more})
+
+
+USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 7}})
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ((_chunk(""), _chunk("a "), _chunk("b"), _chunk(None), USAGE, "[DONE]"), ("a b", 2, 7)),
+        ((_chunk("a"), json.dumps({"error": {"code": "replica_lost"}}), "[DONE]"), "error frame"),
+        ((_chunk("a"), USAGE), "cut"),
+        ((USAGE, "[DONE]"), "cut"),
+    ],
+)
+async def test_an_answer_over_http_is_whole_or_an_error(frames: tuple[str, ...], expected: Any) -> None:
+    handler = type("Handler", (_Frames,), {"frames": frames})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        async with aiohttp.ClientSession() as session:
+            one = http_stream(session, f"http://127.0.0.1:{server.server_port}", "m", ["q"], 7)
+            if isinstance(expected, str):
+                with pytest.raises(RuntimeError, match=expected):
+                    await one(0)
+            else:
+                made = await one(0)
+                assert (made.text, len(made.stamps), made.tokens) == expected
+        server.shutdown()
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU])
+@pytest.mark.parametrize("mode", METHODS)
+def test_each_mode_is_a_configuration_whose_arguments_the_engine_takes(machine: Machine, mode: str) -> None:
+    config = load_config(tree(machine, mode), use_env=False)
+    known = {*config.sglang.server_args, "model_path"}
+    drafter = None if config.model.drafter is None else machine.drafter
+    arguments = server_arguments(config, machine.model, drafter, known)
+    algorithms = {"ddtree": "DDTREE", "dflash": "DFLASH", "ar": None}
+    assert arguments.get("speculative_algorithm") == (None if machine.cpu else algorithms[mode])
+    assert arguments["tp_size"] == 1
+
+
+def test_the_largest_load_is_the_largest_captured_batch() -> None:
+    config = load_config(tree(GPU, "ddtree"), use_env=False)
+    assert config.engine.max_running == config.sglang.server_args["cuda_graph_max_bs_decode"] == 64
+
+
+def test_two_gpus_get_one_replica_on_each_node_and_one_over_both() -> None:
+    found = {phase.name: phase for phase in phases(GPU, STAGES)}
+    nodes = load_config(found["two-nodes"].tree, use_env=False)
+    assert nodes.placement.whole_node and nodes.replica.num_replicas == 2
+    assert [node["env"]["CUDA_VISIBLE_DEVICES"] for node in found["two-nodes"].nodes] == ["0", "1"]
+    both = load_config(found["tp2-app"].tree, use_env=False)
+    assert server_arguments(both, Path("/m"), None, both.sglang.server_args)["tp_size"] == 2
+    halves = load_config(found["two"].tree, use_env=False).replica
+    assert (halves.num_replicas, halves.num_gpus) == (2, 0.5)
+
+
+def test_every_stage_belongs_to_a_phase() -> None:
+    assert sorted(stage for phase in phases(GPU, STAGES) for stage in phase.stages) == sorted(STAGES)
+    assert [phase.name for phase in phases(GPU, ["kill", "ar"])] == ["two", "ar"]
+
+
+# -- panels ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("selector", "labels", "expected"),
+    [
+        ('m{job=~".*"}', {"job": "x"}, True),
+        ('m{job=~".*"}', {}, True),
+        ('m{job="x",role!="draft"}', {"job": "x", "role": "target"}, True),
+        ('m{role!="draft"}', {"role": "draft"}, False),
+        ('m{reason!~"no_cuda|mode.*"}', {"reason": "mode_not_graphable"}, False),
+        ('m{status=~"5.."}', {"status": "5000"}, False),
+        ("m", {"a": "b"}, True),
+    ],
+)
+def test_selectors_match_by_promqls_rules(selector: str, labels: dict[str, str], expected: bool) -> None:
+    assert panels.matches(selector, labels) == expected
+
+
+def series(**values: float) -> panels.Scrape:
+    return {(name, frozenset({("job", "ddtree")})): value for name, value in values.items()}
+
+
+def judged(text: str, before: panels.Scrape, after: panels.Scrape) -> panels.Finding:
+    (found,) = panels.judge(before, after, [Expression("board", "panel", text, "")])
+    return found
+
+
+def test_a_panel_needs_a_series_and_where_it_divides_growth() -> None:
+    one, two = series(a_total=1, b_total=5, c_bucket=2), series(a_total=1, b_total=6, c_bucket=2)
+    assert judged('sum(rate(a_total{job=~"$job"}[$__rate_interval]))', one, two).state == "data"
+    assert judged('sum(rate(d_total{job=~"$job"}[1m]))', one, two).why == "d_total is not exported"
+    assert "has no series" in judged('sum(rate(a_total{job="other"}[1m]))', one, two).why
+    quotient = "sum (rate({}[1m])) / (sum (rate({}[1m])) > 0)"
+    assert judged(quotient.format("a_total", "b_total"), one, two).state == "data"
+    assert "b_total did not grow" in judged(quotient.format("b_total", "a_total"), two, two).why.replace("a_", "b_")
+    either = "sum(rate(a_total[1m])) / (sum(rate(a_total[1m])) + sum(rate(b_total[1m])) > 0)"
+    assert judged(either, one, two).state == "data", "a part of a divisor may lie still"
+    assert "did not grow" in judged("histogram_quantile(0.5, sum by (le) (rate(c_bucket[1m])))", one, two).why
+
+
+def test_every_expression_of_the_dashboards_is_judged_and_only_dcgms_are_foreign() -> None:
+    findings = panels.judge({}, {})
+    assert len(findings) == len(list(expressions()))
+    assert {finding.state for finding in findings} == {"empty", "foreign"}
+    found = panels.summarise(findings, "test")
+    assert found["with_data"] == 0 and all("DCGM" in why for why in found["foreign"].values())
+
+
+def test_a_panel_that_lacks_one_of_its_lines_is_without_data() -> None:
+    findings = [
+        panels.Finding("b", "p", "data"),
+        panels.Finding("b", "p", "empty", "x"),
+        panels.Finding("b", "q", "data"),
+    ]
+    assert panels.summarise(findings, "test") == {
+        "how": "test", "with_data": 1, "without_data": {"b/p": "x"}, "foreign": {}, "still": {},
+    }  # fmt: skip
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def level(http: float, engine: float, added: float) -> dict[str, Any]:
+    def side(rate: float, ttft: float) -> dict[str, Any]:
+        spread = {"p50": ttft, "p95": ttft, "p99": ttft}
+        return {"requests": 3, "tok_s": rate, "ttft_ms": spread, "itl_ms": spread, "tpot_ms": spread,
+                "tokens_per_chunk": 3.0, "acceptance_length": 4.2}  # fmt: skip
+
+    found = {"http": side(http, 10 + added), "engine": side(engine, 10)}
+    return found | {"compared": report.compare(found["http"], found["engine"])}
+
+
+def test_targets_are_judged_and_what_was_not_measured_is_neither() -> None:
+    stages: dict[str, Any] = {
+        "throughput": {
+            "levels": {"1": level(96, 100, 2.0), "16": level(94, 100, 3.5), "64": {"compared": report.compare({}, {})}},
+            "http_counters": {"replays": 90, "fallbacks": {"target/bs_exceeds_max": 2.0}},
+        },
+        "panels": {"without_data": {}},
+    }
+    found = [(row["value"], row["met"]) for row in report.targets({"stages": stages})]
+    assert found == [
+        (0.96, True), (0.94, False), (None, None), (2.0, True), (3.5, False), (None, None), (2.0, False), (0, True),
+    ]  # fmt: skip
+    assert {row["met"] for row in report.targets({"stages": {}})} == {None}
+
+
+@pytest.mark.parametrize(("replays", "met"), [(0, None), (5, True)])
+def test_no_fallback_among_no_forwards_proves_nothing(replays: int, met: bool | None) -> None:
+    stages = {"throughput": {"levels": {}, "http_counters": {"replays": replays, "fallbacks": {}}}}
+    (row,) = [row for row in report.targets({"stages": stages}) if row["what"].startswith("fallbacks")]
+    assert row["met"] is met
+
+
+def test_the_page_shows_numbers_failures_and_misses(tmp_path: Path) -> None:
+    stages = {
+        "throughput": {"levels": {"16": level(94, 100, 3.5)}, "failed": "OutOfTime"},
+        "openai": {"checks": {"chat": "ok", "n": "AssertionError: two alike"}},
+        "kill": {"identical": 7, "streams": 8},
+        "ar": {"levels": {"16": level(50, 51, 0.5)}},
+    }
+    report.write({"facts": {"gpu": "x"}, "stages": stages, "seconds": {}}, tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    for wanted in (
+        "**missed**",
+        "not measured",
+        "× 0.94",
+        "+3.5 ms",
+        "OutOfTime",
+        "1 of 2",
+        "two alike",
+        "| 16 | 94 | 50 |",
+        '"identical": 7',
+    ):
+        assert wanted in page
+    assert json.loads((tmp_path / "report.json").read_text())["targets"]
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def options(tmp_path: Path, seconds: float) -> Options:
+    return Options(tmp_path / "out", tmp_path / "work", seconds, ["x"], [1], 8, 1, 1.0, 1.0)
+
+
+def test_a_stage_that_hangs_or_fails_costs_itself_alone(tmp_path: Path) -> None:
+    made = Run(GPU, options(tmp_path, 60), {})
+    signal.signal(signal.SIGALRM, run._ring)
+    assert not made._stage("hangs", lambda: time.sleep(30) or {}, 3.05)
+    assert not made._stage("fails", lambda: 1 / 0, 10)
+    assert made._stage("works", lambda: {"n": 1}, 10)
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())["stages"]
+    assert "not done within 3 s" in saved["hangs"]["failed"] and "ZeroDivisionError" in saved["fails"]["failed"]
+    assert saved["works"] == {"n": 1}
+
+
+def test_a_run_that_is_told_to_end_begins_nothing_more(tmp_path: Path) -> None:
+    made = Run(GPU, options(tmp_path, 60), {})
+    signal.signal(signal.SIGTERM, made._terminate)
+
+    def told() -> dict[str, Any]:
+        signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    assert not made._stage("told", told, 10)
+    assert not made._stage("next", lambda: {"n": 1}, 10)
+    made.run([Phase("p", {}, [], True, ["throughput"])])
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())["stages"]
+    assert [stage["failed"] for stage in saved.values()][1:] == ["TimeoutError: no time left", "no time left"]
+
+
+def test_a_run_without_time_starts_nothing_and_still_reports(tmp_path: Path) -> None:
+    made = Run(GPU, options(tmp_path, 31), {})
+    made.run([Phase("p", {}, [], True, ["throughput"])])
+    assert "no time left" in (tmp_path / "out" / "report.md").read_text()
+    assert (tmp_path / "out" / "logs.tar.xz").exists()
+
+
+def test_the_alarm_is_no_exception_that_a_stage_could_swallow() -> None:
+    assert not issubclass(OutOfTime, Exception)
+
+
+def test_logs_are_packed_within_a_limit_and_keep_their_ends(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "short.log").write_text("all of it")
+    (logs / "long.log").write_bytes(b"begin" + b"x" * 300_000 + b"end")
+    archive = tmp_path / "logs.tar.xz"
+    pack(logs, archive, 10_000_000, each=100_000)
+    with tarfile.open(archive) as tar:
+        long = tar.extractfile("long.log").read()  # type: ignore[union-attr]
+    assert long.startswith(b"begin") and long.endswith(b"end") and len(long) < 130_000
+    pack(logs, archive, 250)
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == ["short.log"]
+
+
+def test_where_two_texts_part() -> None:
+    assert kill.first_difference("abcd", "abXd") == {"at": 2, "undisturbed": "cd", "disturbed": "Xd"}
+    assert kill.first_difference("ab", "abc")["at"] == 2
+    assert kill.first_difference([1, 2], [1, 3])["at"] == 1
+
+
+# -- packages ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_packages_to_carry_are_those_that_are_tested() -> None:
+    lines = (ROOT / "deploy" / "gpu_e2e" / "packages.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    constraints = (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in constraints if "==" in line and not line.startswith("#"))
+    same = {re.sub(r"[-_.]", "-", name): version for name, version in tested.items()}
+    assert {name: same.get(name) for name in pins} == pins
+    assert {"ray", "locust", "aiohttp"} <= set(pins)
