@@ -6,7 +6,12 @@ import grpc
 import pytest
 from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorUnavailableError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 
 from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
 from serve_app.ingress.backend import HandleBackend, _ray_errors
