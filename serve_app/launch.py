@@ -140,7 +140,8 @@ def _drain() -> None:
     try:
         serve.delete(APP_NAME)
     except Exception as error:
-        print(f"the application did not drain: {error}", file=sys.stderr)
+        if not _ending.is_set():
+            print(f"the application did not drain: {error}", file=sys.stderr)
     if _ending.is_set():
         return  # a second signal did not wait for this
     main_thread = threading.main_thread().ident
