@@ -47,7 +47,7 @@ class PrefixRouter(RequestRouter):
         self._fleet.expire(now)
         job = _job(pending_request)
         unwell = self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())
-        if job is None:
+        if job is None or pending_request is None:
             # Calls that are no jobs go anywhere.
             best = self._fleet.choose((), 0, str(now), unwell)
         else:
