@@ -58,7 +58,7 @@ ROUTERS: dict[str, tuple[str, str | dict[str, float]]] = {
 
 
 class CachingEngine:
-    """The engine seam. The first word of an answer names the process."""
+    """The engine seam. An answer's first two words are the process and the milliseconds that it took here."""
 
     def __init__(self, config: Any, registry: Any) -> None:
         self._cache = BlockCache(CACHE_TOKENS // TOKENS_PER_BLOCK)
@@ -69,7 +69,7 @@ class CachingEngine:
 
     async def submit(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         total, blocks = request.sampling.max_tokens or 1, blocks_of(request, BLOCK_CHARS)
-        self._live += 1
+        self._live, arrived = self._live + 1, time.monotonic()
         try:
             # Locks are given in the order in which they were asked for.
             async with self._prefill:
@@ -79,7 +79,9 @@ class CachingEngine:
                 if at:
                     await asyncio.sleep(STEP_S + STEP_PER_REQUEST_S * self._live)
                 count = min(TOKENS_PER_STEP, total - at)
-                text = " word" * count if at else f"{os.getpid()}" + " word" * (count - 1)
+                text = " word" * count
+                if not at:
+                    text = f"{os.getpid()} {1000 * (time.monotonic() - arrived):.1f}" + " word" * (count - 2)
                 self._last, end = time.monotonic(), at + count >= total
                 usage = Usage(len(blocks) * TOKENS_PER_BLOCK, total, hit * TOKENS_PER_BLOCK) if end else None
                 yield Chunk(0, tuple(range(count)), text, finish_reason="length" if end else None, usage=usage)
@@ -116,12 +118,14 @@ def prefill_s(blocks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer: when it was asked for, began and ended (seconds of one clock), who gave it, tokens of its prompt."""
+    """One answer: when it was asked for, began and ended (seconds of one clock), who gave it and in how many of those
+    seconds the engine began, tokens of its prompt."""
 
     sent: float
     first: float
     ended: float
     replica: str
+    engine_s: float
     prompt_tokens: int
     cached_tokens: int
 
@@ -163,7 +167,9 @@ async def ask(
     if usage is None or usage["completion_tokens"] != max_tokens:
         raise RuntimeError(f"an answer is not whole: {text[-200:]}")
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Turn(sent, first, time.monotonic(), text.split()[0], usage["prompt_tokens"], cached), text
+    replica, engine_ms = text.split()[:2]
+    engine_s = float(engine_ms) / 1000
+    return Turn(sent, first, time.monotonic(), replica, engine_s, usage["prompt_tokens"], cached), text
 
 
 async def one_round(url: str, path: str, number: int, clients: int, seconds: float) -> tuple[list[Turn], float]:
@@ -182,8 +188,8 @@ async def one_round(url: str, path: str, number: int, clients: int, seconds: flo
 
 
 def summary(rounds: Sequence[tuple[Sequence[Turn], float]], replicas: int) -> dict[str, float]:
-    """Of (turns, since when they count) of each round: share of prompt tokens that were cached, times to first token,
-    and what the busiest replica had to do as a multiple of the mean, as each turn found it, itself included."""
+    """Of (turns, since when they count) of each round: share of prompt tokens that were cached, times to first token
+    and what the stack adds to the engine's, and what the busiest replica had to do as a multiple of the mean, as each turn found it, itself included."""
     counted = [turn for turns, since in rounds for turn in turns if turn.sent >= since]
     ttfts = sorted(1000 * (turn.first - turn.sent) for turn in counted)
     spread = [imbalance(turns, turn.sent, replicas) for turns, since in rounds for turn in turns if turn.sent >= since]
@@ -192,6 +198,7 @@ def summary(rounds: Sequence[tuple[Sequence[Turn], float]], replicas: int) -> di
         "hit_rate": sum(t.cached_tokens for t in counted) / sum(t.prompt_tokens for t in counted),
         "ttft_p50_ms": ttfts[len(ttfts) // 2],
         "ttft_p99_ms": ttfts[len(ttfts) * 99 // 100],
+        "stack_p50_ms": statistics.median(1000 * (turn.first - turn.sent - turn.engine_s) for turn in counted),
         "imbalance": statistics.mean(spread),
     }
 
@@ -271,11 +278,11 @@ def main() -> None:
     # A line for each request, else.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     results = run(options)
-    print(f"{'':36}{'requests':>9}{'hit rate':>10}{'TTFT p50':>10}{'p99 ms':>10}{'max/mean load':>15}")
+    print(f"{'':36}{'requests':>9}{'hit rate':>10}{'TTFT p50':>10}{'p99 ms':>10}{'stack p50':>11}{'max/mean':>10}")
     for name, row in results["table"].items():
         print(
             f"{name:36}{row['requests']:9}{row['hit_rate']:10.2f}{row['ttft_p50_ms']:10.0f}{row['ttft_p99_ms']:10.0f}"
-            f"{row['imbalance']:15.2f}"
+            f"{row['stack_p50_ms']:11.1f}{row['imbalance']:10.2f}"
         )
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -15,7 +15,7 @@ from serve_app.protocol import Job
 
 
 def turn(sent: float, first: float, ended: float, replica: str = "a", cached: int = 0) -> Turn:
-    return Turn(sent, first, ended, replica, prompt_tokens=100, cached_tokens=cached)
+    return Turn(sent, first, ended, replica, (first - sent) / 2, prompt_tokens=100, cached_tokens=cached)
 
 
 def test_a_prompt_is_cached_up_to_the_first_block_that_is_not() -> None:
@@ -41,7 +41,9 @@ def test_the_busiest_replica_is_compared_with_the_mean_of_all_of_them() -> None:
 def test_what_met_cold_caches_counts_only_as_load() -> None:
     cold, counted = turn(0, 50, 100, "a", cached=0), turn(10, 10.25, 11, "b", cached=75)
     found = summary([([cold, counted], 10)], 2)
-    assert found == {"requests": 1, "hit_rate": 0.75, "ttft_p50_ms": 250, "ttft_p99_ms": 250, "imbalance": 1}
+    assert found == {
+        "requests": 1, "hit_rate": 0.75, "ttft_p50_ms": 250, "ttft_p99_ms": 250, "stack_p50_ms": 125, "imbalance": 1,
+    }  # fmt: skip
 
 
 def test_rounds_are_added_up_and_do_not_see_each_others_load() -> None:
