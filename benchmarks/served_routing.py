@@ -189,7 +189,8 @@ async def one_round(url: str, path: str, number: int, clients: int, seconds: flo
 
 def summary(rounds: Sequence[tuple[Sequence[Turn], float]], replicas: int) -> dict[str, float]:
     """Of (turns, since when they count) of each round: share of prompt tokens that were cached, times to first token
-    and what the stack adds to the engine's, and what the busiest replica had to do as a multiple of the mean, as each turn found it, itself included."""
+    and what the stack adds to the engine's, and what the busiest replica had to do as a multiple of the mean, as each
+    turn found it, itself included."""
     counted = [turn for turns, since in rounds for turn in turns if turn.sent >= since]
     ttfts = sorted(1000 * (turn.first - turn.sent) for turn in counted)
     spread = [imbalance(turns, turn.sent, replicas) for turns, since in rounds for turn in turns if turn.sent >= since]
