@@ -20,12 +20,15 @@ import heapq
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.prefix_cache import BLOCK_CHARS, CHARS_PER_TOKEN, TOKENS_PER_BLOCK, BlockCache, words
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.router.fleet import Fleet
