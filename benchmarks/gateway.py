@@ -4,8 +4,8 @@ Four servers, one after the other in one run on the same machine, around one pac
 
   bare    uvicorn and an SSE generator in one process, one frame a step
   plain   FastAPI ingress → handle → generator under Ray Serve as it comes, one frame a token
-  ours    this product as its launcher runs it, with the engine behind its engine seam
-  haproxy the same with Serve's HAProxy in front of the ingress instead of Serve's own proxy
+  ours    this product behind Serve's own proxy, with the engine behind its engine seam
+  haproxy the same behind Serve's HAProxy, as the launcher runs it where there is one
 
 Cost is CPU time of all the server's processes, without what they use when idle, divided by tokens: a busy machine
 lengthens waits, and changes CPU time much less. `unary` is the median time of a one-step answer.
@@ -45,7 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 STEP_S, TOKENS_PER_STEP = 0.05, 4
 IDLE_S = 4.0
 SERVERS = ("bare", "plain", "ours", "haproxy")
-HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 START_S = 120
 HEAD = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
 
@@ -162,15 +161,19 @@ def serve_plain(port: int) -> None:
     _run_serve(Front.bind(Generator.bind()), port)  # type: ignore[attr-defined]
 
 
-def serve_ours(port: int, **switches: str) -> None:
+def serve_ours(port: int, wanted: Any) -> None:
+    from serve_app import proxy
+    from serve_app.config import load_config
     from serve_app.launch import SERVE_SWITCHES
 
-    os.environ.update({**SERVE_SWITCHES, **switches})
-    from serve_app.build import bind
-    from serve_app.config import load_config
-
     config = load_config({"model": {"id": "paced"}, "replica": {"num_cpus": 0.1}}, use_env=False)
-    _run_serve(bind(config, "benchmarks.gateway:PacedEngine"), port)
+    os.environ.update(SERVE_SWITCHES)
+    os.environ.update(proxy.switches(proxy.choose(wanted, os.environ), config.ingress.request_timeout_s))
+    from serve_app.build import bind
+
+    with tempfile.TemporaryDirectory(prefix="hp-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        os.environ.update(proxy.local_switches(directory, "127.0.0.1"))
+        _run_serve(bind(config, "benchmarks.gateway:PacedEngine"), port)
 
 
 def _run_serve(application: Any, port: int) -> None:
@@ -280,10 +283,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         server, port = options.child[0], int(options.child[1])
-        if server == "haproxy":
-            serve_ours(port, **HAPROXY)
+        if server in ("ours", "haproxy"):
+            serve_ours(port, "haproxy" if server == "haproxy" else "serve")
         else:
-            {"bare": serve_bare, "plain": serve_plain, "ours": serve_ours}[server](port)
+            {"bare": serve_bare, "plain": serve_plain}[server](port)
         return
     streams = [int(count) for count in options.streams.split(",")]
     results = {}

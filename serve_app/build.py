@@ -81,7 +81,8 @@ def bind(
     return _deployment(
         Ingress,
         name="ingress",
-        logging_config=log,
+        # It writes a line about every generation itself.
+        logging_config=serve_options(config.logging, enable_access_log=False),
         num_replicas=ingress.num_replicas,
         # It needs no node of its own: the new ones are there before the old ones go.
         max_surge_percent=100,

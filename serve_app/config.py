@@ -159,10 +159,12 @@ class IngressConfig(_Frozen):
     """HTTP limits; a request over one is refused with the field's name. A body must fit one message between Serve's
     processes, 4 MB when they speak gRPC. `request_timeout_s` bounds a whole answer; a client may ask for less with
     the header x-request-timeout-seconds. `resume`: which answers go on elsewhere when their replica is lost after
-    tokens were sent; one request may lose at most `max_resumes` + 1 replicas."""
+    tokens were sent; one request may lose at most `max_resumes` + 1 replicas. `channel`: items of all streams
+    between an ingress and a replica share a connection of their own, rather than each having a call of Serve's."""
 
     num_replicas: int = Field(1, ge=1)
     max_ongoing_requests: int = Field(1024, ge=1)
+    channel: bool = True
     max_body_bytes: int = Field(3 * 1024 * 1024, ge=1024)
     max_messages: int = Field(2048, ge=1)
     max_choices: int = Field(16, ge=1)

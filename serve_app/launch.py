@@ -9,18 +9,21 @@ environment's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from serve_app.config import load_config
+from serve_app import proxy
+from serve_app.config import Config, load_config
 from serve_app.errors import ConfigError
 
 POLL_S = 0.5
@@ -48,26 +51,54 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument(
+        "--proxy", choices=("auto", "serve", "haproxy"), default="auto",
+        help="what takes the clients' connections: Serve's own proxy or its HAProxy, auto for that where there is one",
+    )  # fmt: skip
     parser.add_argument("--switches", action="store_true", help="print Serve's switches as shell exports, and exit")
     options = parser.parse_args(argv)
-    if options.switches:
-        print("\n".join(f"export {name}={value}" for name, value in SERVE_SWITCHES.items()))
-        return 0
     try:
-        model = load_config().model.id
+        config = load_config()
+        if options.switches:
+            # What one node happens to have must not decide for a cluster.
+            chosen = {} if options.proxy == "auto" else _proxy_switches(options.proxy, config)
+            print("\n".join(f"export {name}={value}" for name, value in {**SERVE_SWITCHES, **chosen}.items()))
+            return 0
+        choice = proxy.choose(options.proxy, os.environ)
         _check_port(options.host, options.port)
     except ConfigError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
     base = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{options.port}"
-    threading.Thread(target=_announce, args=(base, model), daemon=True).start()
-    return _serve_run(options.host, options.port)
+    threading.Thread(target=_announce, args=(base, config.model.id), daemon=True).start()
+    with _switched(choice, config, options.host):
+        return _serve_run(options.host, options.port)
+
+
+def _proxy_switches(wanted: proxy.Wanted, config: Config) -> dict[str, str]:
+    return proxy.switches(proxy.choose(wanted, os.environ), config.ingress.request_timeout_s)
+
+
+@contextlib.contextmanager
+def _switched(choice: proxy.Choice, config: Config, host: str) -> Iterator[None]:
+    """With Serve's switches in the environment, and a directory for HAProxy's files."""
+    proxy.apply(SERVE_SWITCHES)
+    if os.environ.get("RAY_ADDRESS"):
+        yield  # that cluster's proxies are what they are
+        return
+    print(f"In front: {'HAProxy' if choice.binary else 'the proxy of Serve'} ({choice.why}).", flush=True)
+    proxy.apply(proxy.switches(choice, config.ingress.request_timeout_s))
+    if choice.binary is None:
+        yield
+        return
+    # Short: HAProxy puts unix sockets there.
+    with tempfile.TemporaryDirectory(prefix="hp-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        proxy.apply(proxy.local_switches(directory, host))
+        yield
 
 
 def _serve_run(host: str, port: int) -> int:
     """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt: every way to stop ends there, drained."""
-    for name, value in SERVE_SWITCHES.items():
-        os.environ.setdefault(name, value)
     import ray
     from ray import serve
     from ray.serve.scripts import cli

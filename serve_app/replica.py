@@ -18,10 +18,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from serve_app.channel import Outlets, Parcel, Ticket
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
@@ -71,7 +73,10 @@ class Replica:
         self._watchdog.start()
         self._first_tokens = FirstTokens(config.autoscaling.look_back_s)
         self._exporter: Exporter | None = None
+        self._outlets = Outlets()
         if exporters is not None:
+            if config.ingress.channel:
+                await self._outlets.open(ray.util.get_node_ip_address())
             self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
             self._exporter.start()
 
@@ -101,6 +106,12 @@ class Replica:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stream(self, job: Job, ticket: Ticket) -> AsyncIterator[Parcel]:
+        """`generate`, whose items leave by the ticket's channel; what comes out here are those that do not."""
+        async with contextlib.aclosing(self._outlets.carry(self.generate(job), ticket)) as parcels:  # type: ignore[type-var]
+            async for parcel in parcels:
+                yield parcel
 
     def _note_arrival(self, job: Job) -> None:
         if self._tracer is not None:
@@ -177,6 +188,8 @@ class Replica:
             raise self._watchdog.failure
 
     async def __del__(self) -> None:  # Serve awaits it after the drain
+        if outlets := getattr(self, "_outlets", None):
+            await outlets.close()
         if exporter := getattr(self, "_exporter", None):
             await exporter.stop()
         if watchdog := getattr(self, "_watchdog", None):

@@ -19,12 +19,15 @@ import openai
 import pytest
 
 from load_tests.target import free_port
+from serve_app import proxy
 from serve_app.launch import SERVE_SWITCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 RAY_STARTS = 3
 # `make test-full`: what takes minutes on two cores.
 FULL = os.environ.get("FULL_TESTS") == "1"
+# Which proxy of Serve's stands in front of the applications; test_haproxy runs others again with "haproxy".
+PROXY: proxy.Wanted = os.environ.get("TEST_PROXY", "serve")  # type: ignore[assignment]
 full_only = pytest.mark.skipif(not FULL, reason="part of make test-full")
 FAKE_ENGINE = "tests.fake_engine:FakeEngine"
 
@@ -68,6 +71,10 @@ def serve_port() -> Iterator[int]:
     os.environ.update(SERVE_SWITCHES)
     # Short: paths of unix sockets are limited to about 100 characters.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    os.environ.update(proxy.switches(proxy.choose(PROXY, os.environ), 600))
+    if PROXY == "haproxy":
+        sockets = tempfile.mkdtemp(prefix="hp-", dir="/tmp")
+        os.environ.update(proxy.local_switches(sockets, "127.0.0.1"))
     try:
         start_ray(directory)
         from ray import serve
@@ -78,6 +85,8 @@ def serve_port() -> Iterator[int]:
         serve.shutdown()
     finally:
         stop_ray(directory)
+        if PROXY == "haproxy":
+            shutil.rmtree(sockets, ignore_errors=True)
 
 
 def start_ray(directory: str) -> None:

@@ -187,9 +187,8 @@ def placed(network: Network) -> dict[str, Any]:
 
 
 def arguments() -> dict[str, Any]:
-    """With the health checks of a default configuration, which find a node that is silent. Only what was set: keys of
-    another engine are refused even where they say the default."""
-    args: dict[str, Any] = config(len(WORKERS)).model_dump(exclude_unset=True)
+    """With the health checks of a default configuration, which find a node that is silent."""
+    args = config(len(WORKERS)).model_dump(exclude={"sglang"})
     args["replica"] |= {"health_check_period_s": 3, "health_check_timeout_s": 6}
     return args
 

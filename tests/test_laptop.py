@@ -15,6 +15,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from serve_app import proxy
 from tests.conftest import Served, eventually, free_port, metric
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -162,6 +163,7 @@ def test_mixed_requests_at_once_answer_as_alone(served: Served, official: openai
 def test_the_launcher_serves_from_any_directory_says_so_drains_and_stops(tmp_path: Path, background: bool) -> None:
     port = free_port()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
+    environment.pop(proxy.ENABLED, None)  # as the tests' own cluster has it
     # A shell starts its background jobs with SIGINT ignored.
     command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"] if background else []
     command += [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
@@ -194,6 +196,8 @@ def test_the_launcher_serves_from_any_directory_says_so_drains_and_stops(tmp_pat
             *_, finish, _, done, _ = lines
         assert '"finish_reason":"length"' in finish and done == "data: [DONE]"
         assert child.wait(60) == 0
+        name = "the proxy of Serve" if proxy.choose("auto", environment).binary is None else "HAProxy"
+        assert f"In front: {name} (" in log.read_text(errors="replace")
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(60)

@@ -40,3 +40,13 @@ def test_switches_are_printed_for_a_shell() -> None:
         check=True,
     )
     assert done.stdout.splitlines() == [f"export {name}={value}" for name, value in SERVE_SWITCHES.items()]
+
+
+def test_the_proxys_switches_are_printed_where_they_are_asked_for() -> None:
+    """A cluster's nodes need the same: what one of them has does not decide."""
+    from serve_app.launch import SERVE_SWITCHES
+
+    command = [sys.executable, "-m", "serve_app.launch", "--proxy", "serve", "--switches"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    more = done.stdout.splitlines()[len(SERVE_SWITCHES) :]
+    assert more == ["export RAY_SERVE_ENABLE_HA_PROXY=0"]

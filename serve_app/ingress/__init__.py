@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.admission import Admission
 from serve_app.config import Config
 from serve_app.exporter import Exporter
-from serve_app.ingress.backend import HandleBackend
+from serve_app.ingress.backend import ChannelBackend, HandleBackend
 from serve_app.ingress.generation import Gateway
 from serve_app.ingress.routes import create_app
 from serve_app.logs import adopt_library
@@ -38,9 +38,12 @@ class Ingress:
         scaling = config.autoscaling
         least = config.replica.num_replicas if scaling.max_replicas is None else scaling.min_replicas
         metrics.serves(config.model.id, least)
+        patience_s = config.ingress.ready_timeout_s
         self._gateway = Gateway(
             config=config,
-            backend=HandleBackend(replicas, exporters, config.ingress.ready_timeout_s),
+            backend=ChannelBackend(replicas, exporters, metrics, patience_s)
+            if config.ingress.channel
+            else HandleBackend(replicas, exporters, patience_s),
             registry=registry,
             metrics=metrics,
             admission=Admission(config.admission, metrics, config.ingress.num_replicas),

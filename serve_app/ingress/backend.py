@@ -1,7 +1,7 @@
 """What the routes need from behind the HTTP layer, and its implementation over Ray Serve handles.
 
-The protocol is the seam at which tokens may one day take another way than a handle. Only errors of
-`serve_app.errors` come out of it.
+Tokens take the way of `serve_app.channel`, or that of the handle call alone. Only errors of `serve_app.errors` come out
+of either.
 
 What this module does not do: HTTP.
 """
@@ -19,8 +19,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.channel import Inlet, Inlets
 from serve_app.engines.base import GenerateRequest, ModelInfo
 from serve_app.errors import EngineFailed, NotReady, Overloaded, ReplicaLost, ServeError
+from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
@@ -122,6 +124,55 @@ class HandleBackend:
         if reply.error is not None:
             raise reply.error
         return reply.value
+
+
+class ChannelBackend(HandleBackend):
+    """The same, with the items of all streams from a replica on one connection. The call is what Serve counts, what
+    tells of a loss and what cancels; it brings the items itself where there is no connection."""
+
+    def __init__(
+        self, replicas: DeploymentHandle, exporters: DeploymentHandle, metrics: GatewayMetrics, patience_s: float = 5
+    ) -> None:
+        super().__init__(replicas, exporters, patience_s)
+        self._metrics = metrics
+        self._inlets: Inlets | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        if self._inlets is None:
+            self._inlets = Inlets()
+        inlet = self._inlets.open()
+        call: Any = self._streaming.stream.remote(job, inlet.ticket)
+        reader = asyncio.create_task(_read(call, inlet))
+        self._calls.add(reader)
+        reader.add_done_callback(self._calls.discard)
+        finished = counted = False
+        try:
+            while (item := await inlet.next()) is not None:
+                if not counted:
+                    counted = True
+                    self._metrics.channel_streams.labels(inlet.way).inc()
+                yield item
+            # The call ends by itself, a little later.
+            finished = True
+        finally:
+            inlet.close()
+            if not finished:
+                reader.cancel()
+                call.cancel()
+
+
+async def _read(call: Any, inlet: Inlet) -> None:
+    """What comes on a stream's handle call."""
+    try:
+        with _ray_errors():
+            async for parcel in call:
+                inlet.parcel(parcel)
+                await inlet.room()
+    except Exception as error:
+        inlet.fail(error)
+    else:
+        inlet.call_ended()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -58,6 +58,7 @@ class Generation(Response):
         super().__init__()
         self._gateway, self._record, self._deadline_at, self._make_job = gateway, record, deadline_at, make_job
         self._streaming = False
+        self._itl: Histogram | None = None
         self._last = record.started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,14 +148,15 @@ class Generation(Response):
             self._gateway.last_token_at = now
         if not self._record.stream:
             return
-        metrics, labels = self._gateway.metrics, (self._record.model, "true")
         if item.content and not self._record.has_content:
             self._record.has_content = True
+            metrics, labels = self._gateway.metrics, (self._record.model, "true")
             metrics.ttft.labels(*labels).observe(now - self._record.started, exemplar(self._record.request_id))
-        elif self._record.has_content and item.tokens:
-            itl = metrics.itl.labels(*labels)
+            self._itl = metrics.itl.labels(*labels)
+        elif self._itl is not None and item.tokens:
+            gap = (now - self._last) / item.tokens
             for _ in range(item.tokens):
-                itl.observe((now - self._last) / item.tokens)
+                self._itl.observe(gap)
         self._last = now
 
     def _broken(self, error: ServeError) -> bytes:

@@ -134,13 +134,14 @@ class RequestScope:
         if self._tracer is not None and record.span is not None:
             about = {"request.id": record.request_id, "gen_ai.request.model": record.model}
             self._tracer.finish(record.span, "POST", route, status, about)
+        seconds = round(time.monotonic() - record.started, 4)
         fields = {
             "request_id": record.request_id, "endpoint": route, "status": status, "model": record.model,
-            "stream": record.stream, "tokens": record.tokens, "seconds": round(time.monotonic() - record.started, 4),
+            "stream": record.stream, "tokens": record.tokens, "seconds": seconds,
         }  # fmt: skip
         if record.error is None:
             if scope["method"] == "POST":
-                logger.info("request %s on %s: %d", record.request_id, route, status, extra=fields)
+                logger.info("request %s on %s: %d in %s s", record.request_id, route, status, seconds, extra=fields)
             return
         reason = reject_reason(record.error)
         # A probe that fails refuses nobody, and an answer that broke off had been accepted.

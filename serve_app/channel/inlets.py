@@ -1,0 +1,281 @@
+"""The ingress's side: where streams' items arrive, from whichever replica Serve chose.
+
+What this module does not do: call replicas (see `ingress.backend`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from typing import Any
+
+from serve_app.channel.framed import Framed
+from serve_app.channel.wire import (
+    END,
+    ITEM,
+    MAGIC,
+    MAX_CONTROL,
+    MAX_ITEMS,
+    ChannelError,
+    Offer,
+    Parcel,
+    Ticket,
+    cost,
+    item_of,
+    lost,
+    pack_greeting,
+    pack_taken,
+    unpack,
+)
+from serve_app.protocol import Item
+
+logger = logging.getLogger("ray.serve.ddtree.ingress")
+# Bytes of one stream that may be on their way or wait for their client.
+WINDOW = 256 * 1024
+CONNECT_WITHIN_S = 5.0
+# How long an address that did not answer is left alone.
+RETRY_AFTER_S = 30.0
+# The call has ended, and what it left on the channel is still to come.
+REST_WITHIN_S = 10.0
+
+
+class Inlet:
+    """One stream. Items come out in their order, whichever way each of them came."""
+
+    def __init__(self, ticket: Ticket, inlets: Inlets) -> None:
+        self.ticket = ticket
+        self.line: _Line | None = None
+        self._inlets = inlets
+        self._loop = asyncio.get_running_loop()
+        self._ready: deque[Item] = deque()
+        self._early: dict[int, Item] = {}
+        self._next = 0
+        self._total: int | None = None
+        self._parcels = 0
+        self._moved = False
+        self._failure: BaseException | None = None
+        self._taken = self._held = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        # Why the stream began where it did, one of `metrics.CHANNEL_WAYS`.
+        self.way = "channel"
+
+    # -- arriving ----------------------------------------------------------------------------------------------------
+
+    def arrived(self, line: _Line, number: int, item: Item) -> None:
+        """Over the channel."""
+        self.line = line
+        self._add(number, item)
+
+    def ended(self, line: _Line, total: int) -> None:
+        """Over the channel: how many items there are in all."""
+        self.line, self._total = line, total
+        self._wake()
+
+    def parcel(self, parcel: Parcel) -> None:
+        """On the handle call."""
+        if parcel.item is None:
+            self._moved, self._total = True, parcel.number
+            self._wake()
+            return
+        if parcel.number < 0:
+            self.fail(parcel.item.error or lost())
+            return
+        if not self._parcels and not parcel.moved:
+            self.way = self._inlets.consider(parcel.offer)
+        self._parcels += 1
+        self._moved = self._moved or parcel.moved
+        self._add(parcel.number, parcel.item, taken=True)
+
+    def call_ended(self) -> None:
+        """The handle call is over, without an error. If everything came on it that is the end; else what is missing
+        comes over the channel, soon."""
+        if not self._moved:
+            self._total = self._parcels
+            self._wake()
+        elif not self.complete:
+            self._patience = self._loop.call_later(REST_WITHIN_S, self.fail, lost())
+
+    def fail(self, error: BaseException) -> None:
+        """What has arrived still comes out, then this."""
+        if self._failure is None and not self.complete:
+            self._failure = error
+            self._wake()
+
+    @property
+    def complete(self) -> bool:
+        """Every item has arrived."""
+        return self._total is not None and self._next >= self._total
+
+    def _add(self, number: int, item: Item, taken: bool = False) -> None:
+        self._held += cost(item)
+        if number == self._next and not self._early:
+            self._ready.append(item)
+            self._next += 1
+        else:
+            self._early[number] = item
+            while (following := self._early.pop(self._next, None)) is not None:
+                self._ready.append(following)
+                self._next += 1
+        if taken:
+            # It is nothing that the channel's window counts.
+            self._taken -= cost(item)
+        if self._ready:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def room(self) -> None:
+        """Until the client has taken enough that the handle call may bring more."""
+        while self._held > self.ticket.window:
+            self._room = self._loop.create_future()
+            await self._room
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    async def next(self) -> Item | None:
+        """The next item; None after the last. Raises what the stream failed with."""
+        while not self._ready:
+            if self.complete:
+                return None
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item = self._ready.popleft()
+        self._taken += cost(item)
+        self._held -= cost(item)
+        if self._room is not None and not self._room.done() and self._held <= self.ticket.window:
+            self._room.set_result(None)
+        if self._taken >= self.ticket.window // 2 and self.line is not None:
+            self.line.send(pack_taken(self.ticket.stream, self._taken))
+            self._taken = 0
+        return item
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        if self._patience is not None:
+            self._patience.cancel()
+        self._inlets.forget(self.ticket.stream)
+
+
+class _Line(Framed):
+    """The connection to one replica."""
+
+    def __init__(self, inlets: Inlets, offer: Offer) -> None:
+        super().__init__(MAX_ITEMS, MAX_CONTROL)
+        self._inlets, self._offer = inlets, offer
+        self.greeted: asyncio.Future[None] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.send(pack_greeting(MAGIC, self._offer.token, self._inlets.id))
+
+    def message(self, body: bytes) -> None:
+        entries = unpack(body)
+        if not self.greeted.done():
+            self.greeted.set_result(None)
+            entries = entries[1:]
+        for entry in entries:
+            self._entry(entry)
+
+    def _entry(self, entry: list[Any]) -> None:
+        if len(entry) < 3 or not all(isinstance(value, int) for value in entry[:3]):
+            raise ChannelError("not an entry")
+        kind, stream, number = entry[:3]
+        inlet = self._inlets.inlet(stream)
+        if inlet is None:
+            return  # its client left
+        if kind == ITEM:
+            inlet.arrived(self, number, item_of(entry))
+        elif kind == END:
+            inlet.ended(self, number)
+        else:
+            raise ChannelError("no such entry")
+
+    def ended(self) -> None:
+        if not self.greeted.done():
+            self.greeted.cancel()
+        self._inlets.gone(self, self._offer)
+
+
+class Inlets:
+    """All streams and connections of an ingress process."""
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(16)
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, Inlet] = {}
+        self._lines: dict[Offer, _Line | asyncio.Task[None]] = {}
+        self._left_alone: dict[Offer, float] = {}
+
+    def open(self) -> Inlet:
+        ticket = Ticket(self.id, next(self._numbers), WINDOW)
+        inlet = self._streams[ticket.stream] = Inlet(ticket, self)
+        return inlet
+
+    def inlet(self, stream: int) -> Inlet | None:
+        return self._streams.get(stream)
+
+    def forget(self, stream: int) -> None:
+        self._streams.pop(stream, None)
+
+    def consider(self, offer: Offer | None) -> str:
+        """A stream begins on its handle call. Connects, where that may help; says why the stream is where it is."""
+        if offer is None:
+            return "no_offer"
+        if offer not in self._lines:
+            if time.monotonic() < self._left_alone.get(offer, 0.0):
+                return "unreachable"
+            self._lines[offer] = asyncio.create_task(self._connect(offer))
+        return "connecting"
+
+    async def _connect(self, offer: Offer) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_WITHIN_S):
+                _, line = await loop.create_connection(lambda: _Line(self, offer), offer.host, offer.port)
+                try:
+                    await line.greeted
+                except BaseException:
+                    line.close(ChannelError("no greeting"))
+                    raise
+        except (OSError, TimeoutError, asyncio.CancelledError) as error:
+            self._lines.pop(offer, None)
+            now = time.monotonic()
+            # Replicas come and go; what is over needs no memory.
+            self._left_alone = {known: until for known, until in self._left_alone.items() if until > now}
+            self._left_alone[offer] = now + RETRY_AFTER_S
+            logger.warning("no channel to %s:%d: %s", offer.host, offer.port, type(error).__name__)
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise
+        else:
+            if line.closed:
+                self._lines.pop(offer, None)
+            else:
+                self._lines[offer] = line
+
+    def gone(self, line: _Line, offer: Offer) -> None:
+        """A connection is over, and with it what was on its way."""
+        if self._lines.get(offer) is line:
+            del self._lines[offer]
+        for inlet in list(self._streams.values()):
+            if inlet.line is line:
+                inlet.fail(lost())
+
+    def close(self) -> None:
+        for line in list(self._lines.values()):
+            if isinstance(line, _Line):
+                line.close()
+            else:
+                line.cancel()

@@ -1,0 +1,164 @@
+"""What travels on a channel, and what the handle call beside it carries.
+
+A message is its length and a msgpack array of entries, which are arrays; the first message of either side is its
+greeting. Entries of the replica are items, numbered within their stream, and ends; of the ingress, what it has taken of
+a stream. msgpack makes plain data only, so that a peer can at worst say something wrong.
+
+What this module does not do: sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgpack
+
+from serve_app import errors
+from serve_app.engines.base import Usage
+from serve_app.errors import ReplicaLost, ServeError
+from serve_app.protocol import Item, Progress
+
+MAGIC = "ddtree-channel-1"
+# Bytes of one message: what a replica may send, and an ingress.
+MAX_ITEMS, MAX_CONTROL = 8 * 1024 * 1024, 64 * 1024
+# What an item counts against a stream's window beside its data.
+ITEM_OVERHEAD = 64
+ITEM, END = 0, 1
+HEADER = struct.Struct(">I")
+_HEAD, _ARRAY = struct.Struct(">IBI"), 5
+
+
+class ChannelError(Exception):
+    """The peer does not speak the protocol."""
+
+
+class LineLost(Exception):
+    """A connection ended while streams were on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What opens a stream, beside its job: whose inlets, which of their streams, and how many bytes may be on their way
+    at once."""
+
+    ingress: str
+    stream: int
+    window: int
+
+
+class Offer(NamedTuple):
+    """Where a replica listens, and the secret that opens a connection."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """An item on the handle call. `number`: its place in the stream; negative for an error that overtakes what is on
+    its way. `moved`: others come over the channel. `offer`: how to connect, in the first one. `item`: None where the
+    stream ends, after as many items as `number` says."""
+
+    number: int
+    item: Item | None
+    moved: bool = False
+    offer: Offer | None = None
+
+
+def lost() -> ReplicaLost:
+    """What a lost connection is to each of its streams."""
+    return ReplicaLost("The replica that worked on this request is gone.", retry_after=1)
+
+
+def lost_parcel() -> Parcel:
+    """How a replica says so on the call."""
+    return Parcel(-1, Item(error=lost()), True)
+
+
+def cost(item: Item) -> int:
+    """What an item takes of its stream's window, in bytes."""
+    return len(item.data) + ITEM_OVERHEAD
+
+
+def pack_item(stream: int, number: int, item: Item) -> bytes:
+    """One entry."""
+    progress = [(p.choice, p.token_ids, p.finished, p.usage and _usage(p.usage), p.offset) for p in item.progress]
+    error = None if item.error is None else _error(item.error)
+    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error, item.replica
+    # An engine's numbers may be some library's.
+    packed: bytes = msgpack.packb(entry, default=int)
+    return packed
+
+
+def pack_end(stream: int, number: int) -> bytes:
+    """One entry. `number`: how many items the stream had."""
+    packed: bytes = msgpack.packb((END, stream, number))
+    return packed
+
+
+def pack_greeting(magic: str, token: str, ingress: str) -> bytes:
+    """The ingress's first entry."""
+    packed: bytes = msgpack.packb((magic, token, ingress))
+    return packed
+
+
+def pack_taken(stream: int, size: int) -> bytes:
+    """One entry. `size`: bytes of the window that are free again."""
+    packed: bytes = msgpack.packb((stream, size))
+    return packed
+
+
+def join(entries: Sequence[bytes]) -> bytes:
+    """A message: its length, and an array of the entries."""
+    size = sum(map(len, entries))
+    return b"".join((_HEAD.pack(size + _ARRAY, 0xDD, len(entries)), *entries))
+
+
+def unpack(message: bytes | memoryview) -> list[Any]:
+    """The entries of a message, without its length. Raises ChannelError."""
+    try:
+        entries = msgpack.unpackb(message)
+    except Exception as error:  # whatever a stranger's bytes make it raise
+        raise ChannelError(f"not msgpack: {type(error).__name__}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, list) for entry in entries):
+        raise ChannelError("not an array of entries")
+    return entries
+
+
+def item_of(entry: Sequence[Any]) -> Item:
+    """The item of an entry that `pack_item` made. Raises ChannelError."""
+    try:
+        _, _, _, data, tokens, content, progress, error, replica = entry
+        if not (isinstance(data, bytes) and isinstance(tokens, int)):
+            raise TypeError
+        parts = tuple(
+            Progress(choice, tuple(ids), finished, usage and _usage_of(usage), offset and (offset[0], offset[1]))
+            for choice, ids, finished, usage, offset in progress
+        )
+        return Item(data, tokens, bool(content), error and _error_of(error), parts, str(replica))
+    except (TypeError, ValueError, IndexError) as wrong:
+        raise ChannelError(f"not an item: {type(wrong).__name__}") from None
+
+
+def _usage(usage: Usage) -> tuple[int, int, int]:
+    return usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+
+
+def _usage_of(packed: Sequence[int]) -> Usage:
+    return Usage(*packed)
+
+
+def _error(error: ServeError) -> tuple[Any, ...]:
+    return type(error).__name__, error.message, error.param, error.code, error.retry_after
+
+
+def _error_of(packed: Sequence[Any]) -> ServeError:
+    name, message, param, code, retry_after = packed
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, ServeError)):
+        kind = ServeError
+    return kind(str(message), param=param, code=code, retry_after=retry_after)

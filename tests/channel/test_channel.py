@@ -1,0 +1,350 @@
+"""Streams between a replica and an ingress of this process, over real sockets."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from serve_app.channel import Offer, Outlets, Ticket, inlets, outlets
+from serve_app.channel.wire import (
+    HEADER,
+    MAGIC,
+    MAX_CONTROL,
+    ChannelError,
+    item_of,
+    pack_greeting,
+    pack_item,
+    pack_taken,
+)
+from serve_app.engines.base import ModelInfo
+from serve_app.errors import NotReady
+from serve_app.protocol import ChatRequest, CompletionRequest, Item, Job, chat_job, completion_job, validate
+from tests.channel.loopback import Loopback, Peer, collect, given
+
+INFO = ModelInfo("fake", 4096, 1000, 1)
+
+
+def make_job(script: str, **fields: Any) -> Job:
+    wire = validate(ChatRequest, {"model": "fake", "messages": [{"role": "user", "content": script}], **fields})
+    return chat_job(wire, INFO, max_choices=16, max_messages=16)
+
+
+@pytest.fixture
+async def loopback() -> AsyncIterator[Loopback]:
+    """With its connection made, by a first stream."""
+    made = await Loopback.start()
+    await collect(made.backend.generate(make_job("a", stream=True)))
+    await made.connected()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[Outlets]:
+    made = Outlets()
+    await made.open("127.0.0.1")
+    yield made
+    await made.close()
+
+
+Connect = Callable[..., Awaitable[Peer]]
+
+
+@pytest.fixture
+async def connect(listening: Outlets) -> AsyncIterator[Connect]:
+    """Makes peers of `listening`."""
+    peers: list[Peer] = []
+
+    async def made(outlets: Outlets = listening, *, greet: bool = True) -> Peer:
+        peers.append(await Peer.connect(outlets, greet=greet))
+        return peers[-1]
+
+    yield made
+    for peer in peers:
+        peer.close()
+    await asyncio.sleep(0.01)
+
+
+JOBS = [
+    make_job("a b c delay=0.002 repeat=5", stream=True, stream_options={"include_usage": True}),
+    make_job("a b c", n=3, stream=True, logprobs=True, top_logprobs=2),
+    make_job("a b c", n=2),
+    make_job("bytes=f09f9880f09f9880 delay=0.002", stream=True),
+    make_job("refuse=Overloaded", stream=True),
+    make_job("a b fail_at=1", stream=True),
+    make_job("a b abort_at=1 delay=0.01", stream=True),
+    make_job("a b fail_at=1"),
+    completion_job(
+        validate(CompletionRequest, {"model": "fake", "prompt": ["a é", "c d"], "logprobs": 2, "stream": True}),
+        INFO, max_choices=16, max_prompts=16,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: str(job.requests[0].messages or job.requests[0].prompt))
+async def test_the_channel_brings_what_the_call_would(loopback: Loopback, job: Job) -> None:
+    def summary(items: list[Item]) -> Any:
+        errors = [(type(i.error).__name__, i.error.body()) for i in items if i.error is not None]
+        progress = {c: list(group) for c, group in itertools.groupby(
+            sorted((p for i in items for p in i.progress), key=lambda p: p.choice), lambda p: p.choice)}  # fmt: skip
+        tokens = {c: [t for p in parts for t in p.token_ids] for c, parts in progress.items()}
+        ends = {c: parts[-1][2:] for c, parts in progress.items()}
+        return b"".join(i.data for i in items), sum(i.tokens for i in items), errors, tokens, ends
+
+    expected = summary(await collect(loopback.replica.generate(job)))
+    found = summary(await collect(loopback.backend.generate(job)))
+    if len(job.requests) > 1:
+        # Prompts that run together may take turns otherwise.
+        expected, found = ((sorted(s[0].split(b"\n\n")), *s[1:]) for s in (expected, found))
+    assert found == expected
+    assert loopback.handle.calls[-1].brought == []
+
+
+async def test_the_first_stream_goes_on_its_call_and_the_next_on_the_channel() -> None:
+    loopback = await Loopback.start()
+    for _ in range(3):
+        items = await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))
+        assert items[-1].data.endswith(b"data: [DONE]\n\n")
+    assert loopback.handle.calls[0].brought[0].offer is not None
+    assert [len(call.brought) for call in loopback.handle.calls[1:]] == [0, 0]
+    assert loopback.ways() == {"connecting": 1, "channel": 2}
+    await loopback.stop()
+
+
+async def test_a_call_brings_a_message_even_where_all_items_take_the_channel(loopback: Loopback) -> None:
+    """gRPC may lose the metadata of a call without one, and with them Serve's word that the replica took it."""
+    await collect(loopback.backend.generate(make_job("a b", stream=True)))
+    await asyncio.sleep(0.01)
+    assert (loopback.handle.calls[-1].messages, loopback.handle.calls[-1].brought) == (1, [])
+
+
+async def test_a_stream_moves_to_the_channel_in_its_middle() -> None:
+    loopback = await Loopback.start()
+    items = await collect(loopback.backend.generate(make_job("a b c d e f delay=0.05", stream=True)))
+    (call,) = loopback.handle.calls
+    assert [parcel.moved for parcel in call.brought] == [False] * (len(call.brought) - 1) + [True]
+    assert 2 <= len(call.brought) < len(items)
+    assert sum(item.tokens for item in items) == 6
+    await loopback.stop()
+
+
+async def test_what_one_turn_of_the_loop_makes_is_one_message(connect: Connect, listening: Outlets) -> None:
+    peer = await connect()
+    gate = asyncio.Event()
+    streams = [listening.carry(given([Item(b"x"), Item(b"y")], gate), Ticket("peer", n, 1000)) for n in range(1, 17)]
+    tasks = [asyncio.create_task(collect(s)) for s in streams]  # type: ignore[arg-type]
+    assert sorted(entry[1] for entry in await peer.message()) == list(range(1, 17))
+    gate.set()
+    # The second item of each, and its end.
+    assert len(await peer.message()) == 32
+    assert [[p.item for p in parcels] for parcels in await asyncio.gather(*tasks)] == [[None]] * 16
+
+
+async def test_a_stream_whose_window_is_full_waits_alone(connect: Connect, listening: Outlets) -> None:
+    peer = await connect()
+    made = 0
+
+    async def endless() -> AsyncIterator[Item]:
+        nonlocal made
+        while True:
+            made += 1
+            yield Item(b"x" * 1000)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(collect(listening.carry(endless(), Ticket("peer", 1, 5000))))  # type: ignore[arg-type]
+    await asyncio.sleep(0.1)
+    assert made == 6  # five are on their way, and one waits
+    await collect(listening.carry(given([Item(b"y")] * 3), Ticket("peer", 2, 5000)))  # type: ignore[arg-type]
+    peer.say(pack_taken(1, 3 * 1064))
+    await asyncio.sleep(0.1)
+    assert made == 9
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not listening._lines["peer"]._outstanding
+
+
+async def test_a_reader_that_stops_stops_its_stream(loopback: Loopback) -> None:
+    """The same through both ends: what is held for a client is bounded."""
+    items = loopback.backend.generate(
+        make_job("word " * 4000, stream=True, max_tokens=4000, logprobs=True, top_logprobs=20)
+    )
+    await anext(items)
+    await asyncio.sleep(0.5)
+    (inlet,) = loopback.backend._inlets._streams.values()  # type: ignore[union-attr]
+    held = inlet._held
+    await asyncio.sleep(0.2)
+    assert inlet._held == held <= 3 * inlets.WINDOW
+    rest = await collect(items)
+    assert sum(item.tokens for item in rest) >= 3999 - 1
+
+
+async def test_an_item_too_large_for_a_message_comes_on_the_call(
+    loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlets, "MAX_ITEMS", 2000)
+    job = make_job("word " * 500)
+    assert await collect(loopback.backend.generate(job)) == await collect(loopback.replica.generate(job))
+    assert [parcel.number for parcel in loopback.handle.calls[-1].brought] == [1]
+
+
+@pytest.mark.parametrize("where", ["replica", "ingress"])
+async def test_a_lost_connection_is_a_lost_replica_to_every_stream_on_it(loopback: Loopback, where: str) -> None:
+    async def run() -> list[Item]:
+        items: list[Item] = []
+        with pytest.raises(NotReady) as lost:
+            async for item in loopback.backend.generate(make_job("a delay=0.02 repeat=100", stream=True)):
+                items.append(item)
+        assert lost.value.code == "replica_lost"
+        return items
+
+    tasks = [asyncio.create_task(run()) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    lines: Any = loopback.replica._outlets._lines if where == "replica" else loopback.backend._inlets._lines  # type: ignore[union-attr]
+    next(iter(lines.values())).close(ChannelError("a test"))
+    async with asyncio.timeout(5):
+        assert all(len(items) > 1 for items in await asyncio.gather(*tasks))
+    # The engine is told, and the next stream begins anew.
+    await asyncio.sleep(0.05)
+    assert loopback.replica._registry.get_sample_value("fake_running_requests") == 0
+    assert len(await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))) > 1
+
+
+async def test_a_lost_connection_before_the_first_item_is_told_on_the_call(loopback: Loopback) -> None:
+    items = loopback.backend.generate(make_job("a stall=0.2", stream=True))
+    first = asyncio.ensure_future(anext(items))
+    await asyncio.sleep(0.05)
+    next(iter(loopback.replica._outlets._lines.values())).close(ChannelError("a test"))
+    # No connection any more, and nothing lost with it: it goes on the call.
+    assert (await first).tokens == 1
+    await items.aclose()
+
+
+async def test_a_failed_call_ends_its_stream(loopback: Loopback) -> None:
+    items = loopback.backend.generate(make_job("a delay=0.02 repeat=100", stream=True))
+    await anext(items)
+    loopback.handle.calls[-1].fail(ActorUnavailableError("gone", None))
+    with pytest.raises(NotReady) as lost:
+        await collect(items)
+    assert lost.value.code == "replica_lost"
+
+
+async def test_items_that_never_come_are_a_loss(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inlets, "REST_WITHIN_S", 0.1)
+    monkeypatch.setattr(outlets, "pack_item", lambda stream, number, item: pack_item(0, number, item))
+    with pytest.raises(NotReady) as lost:
+        await collect(loopback.backend.generate(make_job("a b", stream=True)))
+    assert lost.value.code == "replica_lost"
+
+
+async def test_leaving_a_stream_aborts_it_in_the_engine(loopback: Loopback) -> None:
+    items = loopback.backend.generate(make_job("a delay=0.02 repeat=100", stream=True))
+    await anext(items)
+    await items.aclose()
+    assert loopback.handle.calls[-1].cancelled
+    await asyncio.sleep(0.05)
+    assert loopback.replica._registry.get_sample_value("fake_aborts_total") == 1
+    assert not loopback.backend._inlets._streams  # type: ignore[union-attr]
+    assert not next(iter(loopback.replica._outlets._lines.values()))._outstanding
+
+
+async def test_a_replica_that_does_not_listen_answers_on_its_calls() -> None:
+    loopback = await Loopback.start(listen=False)
+    for _ in range(2):
+        assert len(await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))) > 1
+    assert loopback.ways() == {"no_offer": 2}
+    await loopback.stop()
+
+
+async def test_a_replica_that_cannot_be_reached_answers_on_its_calls() -> None:
+    loopback = await Loopback.start()
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    loopback.replica._outlets._offer = Offer("127.0.0.1", server.sockets[0].getsockname()[1], "x")
+    for _ in range(3):
+        items = await collect(loopback.backend.generate(make_job("a b c delay=0.02", stream=True)))
+        assert items[-1].data.endswith(b"data: [DONE]\n\n")
+    assert loopback.ways() == {"connecting": 1, "unreachable": 2}
+    server.close()
+    await loopback.stop()
+
+
+async def test_with_rays_tls_nothing_listens_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    made = Outlets()
+    await made.open("127.0.0.1")
+    assert made.offer is None
+
+
+async def test_an_address_that_cannot_be_bound_is_no_error() -> None:
+    made = Outlets()
+    await made.open("192.0.2.1")
+    assert made.offer is None
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pack_greeting(MAGIC, "wrong", "peer"),
+        pack_greeting("another", "{token}", "peer"),
+        pack_greeting(MAGIC, "{token}", ""),
+        pack_greeting(MAGIC, "{token}", "p" * 65),
+        b"\xc1",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+    ],
+)
+async def test_a_stranger_is_dropped(connect: Connect, listening: Outlets, said: bytes) -> None:
+    friend = await connect()
+    stranger = await connect(greet=False)
+    stranger.say(said)
+    assert await stranger.dropped()
+    await collect(listening.carry(given([Item(b"y")]), Ticket("peer", 2, 5000)))  # type: ignore[arg-type]
+    assert item_of((await friend.message())[0]) == Item(b"y")
+
+
+async def test_a_message_without_bound_is_not_waited_for(connect: Connect, listening: Outlets) -> None:
+    peer = await connect()
+    peer.writer.write(HEADER.pack(MAX_CONTROL + 1))
+    assert await peer.dropped()
+
+
+@pytest.mark.parametrize("said", [b"\x93\x01\x02\x03", b"\x92\x01\xa1x", b"\x01", b"\xc1"])
+async def test_a_known_peer_that_speaks_garbage_is_dropped(connect: Connect, listening: Outlets, said: bytes) -> None:
+    peer = await connect()
+    peer.say(said)
+    assert await peer.dropped()
+    assert not listening._lines
+
+
+async def test_a_silent_stranger_is_dropped(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlets, "GREETING_WITHIN_S", 0.05)
+    made = Outlets()
+    await made.open("127.0.0.1")
+    peer = await connect(made, greet=False)
+    assert await peer.dropped()
+    await made.close()
+
+
+async def test_strangers_are_few(connect: Connect, listening: Outlets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlets, "MAX_STRANGERS", 2)
+    peers = [await connect(greet=False) for _ in range(3)]
+    assert await peers[2].dropped()
+
+
+async def test_the_secret_differs_between_replicas() -> None:
+    assert Outlets().token != Outlets().token and len(Outlets().token) == 64
+
+
+async def test_what_was_sent_leaves_before_the_replica_does(loopback: Loopback) -> None:
+    job = make_job("word " * 2000)
+    items = loopback.backend.generate(job)
+    await anext(items)
+    with contextlib.suppress(asyncio.CancelledError):
+        body = await anext(items)
+        await loopback.replica._outlets.close()
+    assert body.data.count(b"word") == 2000

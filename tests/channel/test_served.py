@@ -1,0 +1,84 @@
+"""The channel between processes of a real Serve, beside an application without it."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import FAKE_ENGINE, Served, chat, eventually, metric
+
+CHAT = "/v1/chat/completions"
+SHORT = chat("a b c d e f g h repeat=4 delay=0.01", stream=True, stream_options={"include_usage": True})
+
+
+@pytest.fixture(scope="module")
+def calls(serve_app_factory: Callable[..., Served]) -> Served:
+    """Without the channel."""
+    config = {
+        "model": {"id": "fake"},
+        "replica": {"num_cpus": 0.1},
+        "ingress": {"channel": False},
+        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+    }
+    return serve_app_factory("calls", config, FAKE_ENGINE)
+
+
+def frames(served: Served, body: dict[str, Any]) -> list[bytes]:
+    """Its events without what differs between any two answers."""
+    answer = httpx.post(served.url + CHAT, json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200
+    return [event.partition(b'"choices"')[2] for event in answer.content.split(b"\n\n")]
+
+
+def began(served: Served, way: str) -> float:
+    return metric(served, "gateway_channel_streams_total", way=way)
+
+
+def test_streams_share_connections_and_say_the_same(served: Served, calls: Served) -> None:
+    expected = frames(calls, SHORT)
+    # Each ingress connects to each replica with the first stream between them.
+    eventually(lambda: bool(frames(served, SHORT)) and began(served, "channel") > 0, 30)
+    before = began(served, "channel"), began(served, "connecting")
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: frames(served, SHORT), range(32)))
+    assert found == [expected] * 32
+    after = began(served, "channel"), began(served, "connecting")
+    assert after[0] + after[1] - sum(before) == 32 and after[0] - before[0] > 16
+    assert began(served, "unreachable") == began(served, "no_offer") == 0
+
+
+def test_without_it_nothing_takes_the_channel(calls: Served) -> None:
+    frames(calls, SHORT)
+    assert metric(calls, "gateway_channel_streams_total") == 0
+
+
+@pytest.mark.parametrize("body", [chat("a b c"), chat("a b c", n=2), chat("a b fail_at=1"), chat("refuse=Overloaded")])
+def test_whole_answers_and_errors_are_the_same(served: Served, calls: Served, body: dict[str, Any]) -> None:
+    answers = [httpx.post(each.url + CHAT, json=body, timeout=60, trust_env=False) for each in (served, calls)]
+    seen = [(answer.status_code, {**answer.json(), "id": 0, "created": 0}) for answer in answers]
+    assert seen[0] == seen[1]
+
+
+def test_a_client_that_leaves_ends_its_stream_in_the_engine(served: Served) -> None:
+    aborts = metric(served, "fake_aborts_total")
+    with httpx.stream(
+        "POST", served.url + CHAT, json=chat("a delay=0.05 repeat=400", stream=True), timeout=60
+    ) as answer:
+        next(answer.iter_bytes())
+    eventually(lambda: metric(served, "fake_aborts_total") == aborts + 1, 20)
+    eventually(lambda: metric(served, "fake_running_requests") == 0, 20)
+
+
+def test_a_client_that_does_not_read_holds_up_nobody_else(served: Served) -> None:
+    fat = chat("word " * 3000, stream=True, max_tokens=3000, logprobs=True, top_logprobs=20)
+    with httpx.stream("POST", served.url + CHAT, json=fat, timeout=60) as answer:
+        parts = answer.iter_bytes()
+        size = len(next(parts))
+        for _ in range(4):
+            frames(served, SHORT)
+        last = b""
+        for part in parts:
+            size, last = size + len(part), part
+    assert last.endswith(b"data: [DONE]\n\n") and size > 4_000_000

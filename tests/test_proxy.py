@@ -1,0 +1,88 @@
+"""Which proxy is chosen, and what HAProxy is made to say."""
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from serve_app import proxy
+from serve_app.errors import ConfigError, NotReady
+from serve_app.launch import SERVE_SWITCHES
+
+
+def fake_haproxy(directory: Path, says: str) -> str:
+    path = directory / "haproxy"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("says", ["HAProxy version 2.6.12-1+deb12u4 2025/10/03", "HAProxy version 3.1.0-abc"])
+def test_auto_takes_a_haproxy_that_is_new_enough(tmp_path: Path, says: str) -> None:
+    binary = fake_haproxy(tmp_path, says)
+    choice = proxy.choose("auto", {proxy.BINARY: binary})
+    assert choice.binary == binary and says.split()[2].split("-")[0] in choice.why
+
+
+@pytest.mark.parametrize("says", ["HA-Proxy version 1.8.27", "HAProxy version 2.4.1", "hello"])
+def test_an_old_one_is_not_taken(tmp_path: Path, says: str) -> None:
+    env = {proxy.BINARY: fake_haproxy(tmp_path, says)}
+    choice = proxy.choose("auto", env)
+    assert choice.binary is None and "2.6" in choice.why
+    with pytest.raises(ConfigError, match=r"2\.6"):
+        proxy.choose("haproxy", env)
+
+
+def test_without_one_it_is_serves_own(tmp_path: Path) -> None:
+    env = {proxy.BINARY: str(tmp_path / "none")}
+    assert proxy.choose("auto", env).binary is None
+    with pytest.raises(ConfigError):
+        proxy.choose("haproxy", env)
+
+
+def test_an_environment_that_says_no_is_obeyed(tmp_path: Path) -> None:
+    env = {proxy.BINARY: fake_haproxy(tmp_path, "HAProxy version 2.8.25"), proxy.ENABLED: "0"}
+    assert proxy.choose("auto", env).binary is None
+    assert proxy.choose("haproxy", env).binary == env[proxy.BINARY]
+    assert proxy.choose("serve", {**env, proxy.ENABLED: "1"}).binary is None
+
+
+def test_the_script_does_not_take_itself_for_haproxy() -> None:
+    assert proxy.find({proxy.BINARY: str(proxy.SCRIPT), "PATH": ""}) != str(proxy.SCRIPT)
+
+
+def test_long_answers_outlive_a_reload() -> None:
+    found = proxy.switches(proxy.Choice("/x/haproxy", ""), 600)
+    assert int(found["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 600
+    assert not found.keys() & SERVE_SWITCHES.keys()
+
+
+def test_the_script_can_be_run() -> None:
+    assert proxy.SCRIPT.stat().st_mode & stat.S_IXUSR
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(proxy.SCRIPT)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text("    bind :9101\n    bind 127.0.0.1:8000\n  bind *:8404\n")
+    (tmp_path / "500.http").write_text("plain text")
+    env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "$@"), "HAPROXY_PAGES_HOST": host}
+    (tmp_path / "haproxy").write_text('#!/bin/sh\nprintf "%s " "$@"\n')
+    said = subprocess.run(
+        [proxy.SCRIPT, "-db", "-f", config, "-sf", "1"], env=env, capture_output=True, text=True, timeout=10, check=True
+    )
+    assert said.stdout.split() == ["-db", "-f", str(config), "-sf", "1"]
+    pages = [f"{host}:9101", "127.0.0.1:8000", f"{host or '*'}:8404"]
+    assert [line.split()[1] for line in config.read_text().splitlines()] == pages
+    head, _, body = (tmp_path / "500.http").read_bytes().partition(b"\r\n\r\n")
+    error = NotReady("No process of the service answers.", retry_after=1)
+    status, *headers = head.decode().split("\r\n")
+    assert status.split()[1] == str(error.status)
+    found = dict(line.split(": ") for line in headers)
+    assert found.items() >= error.headers().items()
+    assert int(found["content-length"]) == len(body) and b'"code":"not_ready"' in body
