@@ -282,12 +282,12 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     results = run(options)
     print(
-        f"{'':36}{'requests':>9}{'hit rate':>10}{'TTFT p50':>10}{'p99 ms':>8}{'engine p50':>12}{'p99':>6}{'max/mean':>10}"
+        f"{'':36}{'requests':>9}{'hit rate':>9}{'TTFT p50':>9}{'p99 ms':>8}{'engine p50':>11}{'p99':>6}{'max/mean':>10}"
     )
     for name, row in results["table"].items():
         print(
-            f"{name:36}{row['requests']:9}{row['hit_rate']:10.2f}{row['ttft_p50_ms']:10.0f}{row['ttft_p99_ms']:8.0f}"
-            f"{row['engine_p50_ms']:12.0f}{row['engine_p99_ms']:6.0f}{row['imbalance']:10.2f}"
+            f"{name:36}{row['requests']:9}{row['hit_rate']:9.2f}{row['ttft_p50_ms']:9.0f}{row['ttft_p99_ms']:8.0f}"
+            f"{row['engine_p50_ms']:11.0f}{row['engine_p99_ms']:6.0f}{row['imbalance']:10.2f}"
         )
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -42,8 +42,8 @@ def test_what_met_cold_caches_counts_only_as_load() -> None:
     cold, counted = turn(0, 50, 100, "a", cached=0), turn(10, 10.25, 11, "b", cached=75)
     found = summary([([cold, counted], 10)], 2)
     assert found == {
-        "requests": 1, "hit_rate": 0.75, "ttft_p50_ms": 250, "ttft_p99_ms": 250, "engine_p50_ms": 125, "engine_p99_ms": 125,
-        "imbalance": 1,
+        "requests": 1, "hit_rate": 0.75, "ttft_p50_ms": 250, "ttft_p99_ms": 250, "engine_p50_ms": 125,
+        "engine_p99_ms": 125, "imbalance": 1,
     }  # fmt: skip
 
 
