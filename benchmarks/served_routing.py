@@ -7,8 +7,8 @@ routers take turns, round by round, each time with the same chats. A round's cha
 
     python benchmarks/served_routing.py [--replicas 4] [--clients 32] [--seconds 20] [--rounds 3] [--out PATH]
 
-Prints a table and JSON on the last line. What it does not do: load processors; the times are the engines', and a busy
-machine adds to them.
+Prints the table of all rounds so far after each, and JSON on the last line. What it does not do: load processors; the
+times are the engines', and a busy machine adds to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,8 @@ def deploy(name: str, replicas: int) -> None:
     serve.run(bound, name=application, route_prefix=f"/{application}")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is known after each round."""
     os.environ.update({**SERVE_SWITCHES, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
     os.environ["PYTHONPATH"] = str(ROOT)
     import ray
@@ -260,14 +261,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     path = f"/{application}/v1/chat/completions"
                     made = one_round(f"http://127.0.0.1:{port}", path, number, options.clients, options.seconds)
                     rounds[name].append(asyncio.run(made))
+                yield {
+                    "settings": {key: getattr(options, key) for key in ("replicas", "clients", "seconds", "rounds")},
+                    "table": {name: summary(seen, options.replicas) for name, seen in rounds.items()},
+                    "rounds": {name: [summary([r], options.replicas) for r in seen] for name, seen in rounds.items()},
+                }
             serve.shutdown()
         finally:
             ray.shutdown()
-    return {
-        "settings": {key: getattr(options, key) for key in ("replicas", "clients", "seconds", "rounds")},
-        "table": {name: summary(seen, options.replicas) for name, seen in rounds.items()},
-        "rounds": {name: [summary([one], options.replicas) for one in seen] for name, seen in rounds.items()},
-    }
 
 
 def main() -> None:
@@ -280,18 +281,23 @@ def main() -> None:
     options = parser.parse_args()
     # A line for each request, else.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    results = run(options)
+    results: dict[str, Any] = {}
+    for results in run(options):
+        show(results["table"])
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
+
+
+def show(table: dict[str, dict[str, float]]) -> None:
     print(
         f"{'':36}{'requests':>9}{'hit rate':>9}{'TTFT p50':>9}{'p99 ms':>8}{'engine p50':>11}{'p99':>6}{'max/mean':>10}"
     )
-    for name, row in results["table"].items():
+    for name, row in table.items():
         print(
             f"{name:36}{row['requests']:9}{row['hit_rate']:9.2f}{row['ttft_p50_ms']:9.0f}{row['ttft_p99_ms']:8.0f}"
             f"{row['engine_p50_ms']:11.0f}{row['engine_p99_ms']:6.0f}{row['imbalance']:10.2f}"
         )
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results))
 
 
 if __name__ == "__main__":
