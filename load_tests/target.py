@@ -6,6 +6,7 @@ What this module does not do: stop or change a server that it did not start.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import ipaddress
 import json
 import os
@@ -51,7 +52,7 @@ def get(url: str, timeout_s: float = 10.0) -> bytes | None:
     try:
         with _DIRECT.open(url, timeout=timeout_s) as answer:
             return bytes(answer.read()) if answer.status == 200 else None
-    except (urllib.error.URLError, OSError, ValueError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return None
 
 

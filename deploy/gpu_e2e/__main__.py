@@ -8,6 +8,7 @@ came to its end, 1 when one failed; missed targets are in the report.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -40,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     levels = [int(n) for n in options.streams.split(",")]
-    machine = Machine(options.model, options.drafter, gpus, options.dtype, options.budget, max(levels))
+    machine = Machine(
+        options.model, options.drafter, gpus, options.dtype, options.budget, max(levels), _heads(options.model)
+    )
     run = Run(
         machine,
         Options(
@@ -80,6 +83,10 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     options.work = options.work or Path(tempfile.mkdtemp(prefix="gpu-e2e-"))
     options.model, options.out, options.work = (p.resolve() for p in (options.model, options.out, options.work))
     return options
+
+
+def _heads(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["num_attention_heads"])
 
 
 def _prepare_cpu() -> None:

@@ -29,6 +29,7 @@ class Machine:
 
     Attributes:
         model, drafter: directories. gpus: how many there are; 0 rehearses on a CPU, where SGLang cannot draft.
+        heads: of the model's attention; ranks share it if they divide them.
         streams: the largest concurrency, which is also the largest batch and captured graph.
     """
 
@@ -38,6 +39,7 @@ class Machine:
     dtype: str
     budget: int
     streams: int
+    heads: int
 
     @property
     def cpu(self) -> bool:
