@@ -20,7 +20,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import NoReturn
 
 from serve_app import proxy
 from serve_app.config import Config, load_config
@@ -29,6 +28,8 @@ from serve_app.errors import ConfigError
 POLL_S = 0.5
 APP_NAME = "default"  # what `serve run` calls it
 # The server is asked directly, whatever proxy the environment names.
+# Serve's shutdown has begun; to interrupt that would leave HAProxy and Ray behind.
+_ending = threading.Event()
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
 # gRPC on the replica's own event loop: about half the CPU per chunk (docs/findings.md). Nothing blocks that loop, since
@@ -139,15 +140,20 @@ def _drain() -> None:
     try:
         serve.delete(APP_NAME)
     except Exception as error:
-        print(f"the application did not drain: {error}", file=sys.stderr)
+        if not _ending.is_set():
+            print(f"the application did not drain: {error}", file=sys.stderr)
+    if _ending.is_set():
+        return  # a second signal did not wait for this
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     # Not SIGINT, which may be ignored.
     signal.pthread_kill(main_thread, signal.SIGTERM)
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+def _interrupt(*_: object) -> None:
+    if not _ending.is_set():
+        _ending.set()
+        raise KeyboardInterrupt
 
 
 def _check_port(host: str, port: int) -> None:

@@ -3,7 +3,13 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from ray import serve
+
+from serve_app import launch
 
 
 class Ready(BaseHTTPRequestHandler):
@@ -50,3 +56,31 @@ def test_the_proxys_switches_are_printed_where_they_are_asked_for() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     more = done.stdout.splitlines()[len(SERVE_SWITCHES) :]
     assert more == ["export RAY_SERVE_ENABLE_HA_PROXY=0"]
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    monkeypatch.setattr(launch, "_ending", threading.Event())
+    yield launch._ending
+
+
+def test_the_shutdown_that_a_second_signal_begins_is_not_interrupted(
+    ending: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the end of the drain, which no longer waits for anything, nor by a third."""
+    signals: list[int] = []
+    monkeypatch.setattr(serve, "delete", lambda name: None)
+    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
+    with pytest.raises(KeyboardInterrupt):
+        launch._interrupt()
+    launch._drain()
+    launch._interrupt()
+    assert not signals
+
+
+def test_the_end_of_the_drain_begins_the_shutdown(ending: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(serve, "delete", lambda name: None)
+    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
+    launch._drain()
+    assert signals == [launch.signal.SIGTERM] and not ending.is_set()

@@ -69,7 +69,7 @@ def test_the_script_can_be_run() -> None:
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
     config = tmp_path / "haproxy.cfg"
-    config.write_text("    bind :9101\n    bind 127.0.0.1:8000\n  bind *:8404\n")
+    config.write_text("defaults\n    mode http\n    bind :9101\n    bind 127.0.0.1:8000\n  bind *:8404\n")
     (tmp_path / "500.http").write_text("plain text")
     env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "$@"), "HAPROXY_PAGES_HOST": host}
     (tmp_path / "haproxy").write_text('#!/bin/sh\nprintf "%s " "$@"\n')
@@ -78,7 +78,9 @@ def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
     )
     assert said.stdout.split() == ["-db", "-f", str(config), "-sf", "1"]
     pages = [f"{host}:9101", "127.0.0.1:8000", f"{host or '*'}:8404"]
-    assert [line.split()[1] for line in config.read_text().splitlines()] == pages
+    first, limit, mode, *binds = config.read_text().splitlines()
+    assert (first, limit.split(), mode.split()) == ("defaults", ["timeout", "http-request", "30s"], ["mode", "http"])
+    assert [line.split()[1] for line in binds] == pages
     head, _, body = (tmp_path / "500.http").read_bytes().partition(b"\r\n\r\n")
     error = NotReady("No process of the service answers.", retry_after=1)
     status, *headers = head.decode().split("\r\n")

@@ -133,10 +133,14 @@ class Inlet:
             self._waiter.set_result(None)
 
     async def room(self) -> None:
-        """Until the client has taken enough that the handle call may bring more."""
-        while self._held > self.ticket.window:
+        """Until the client has taken enough that the handle call may bring more. A client that waits does not wait for
+        this: what it needs next may be on the call, while what the channel brought fills the window."""
+        while self._full():
             self._room = self._loop.create_future()
             await self._room
+
+    def _full(self) -> bool:
+        return bool(self._ready) and self._held > self.ticket.window
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Inlet:
         item = self._ready.popleft()
         self._taken += cost(item)
         self._held -= cost(item)
-        if self._room is not None and not self._room.done() and self._held <= self.ticket.window:
+        if self._room is not None and not self._room.done() and not self._full():
             self._room.set_result(None)
         if self._taken >= self.ticket.window // 2 and self.line is not None:
             self.line.send(pack_taken(self.ticket.stream, self._taken))

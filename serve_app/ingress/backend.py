@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.channel import Inlet, Inlets
@@ -183,11 +183,12 @@ def _ray_errors() -> Iterator[None]:
         raise Overloaded("All queues are full; try again later.", retry_after=1) from None
     except (RayActorError, DeploymentUnavailableError):
         raise _lost() from None
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, RequestCancelledError):
         # Where replicas speak gRPC, a cancellation at their end arrives as this too; only this task's own is passed on.
+        # Where the call is cancelled as well, Serve gives the task's own the second name.
         task = asyncio.current_task()
         if task is None or task.cancelling():
-            raise
+            raise asyncio.CancelledError from None
         raise _lost() from None
     except (RayError, RayServeException, grpc.RpcError) as error:
         logger.error("replica call failed", exc_info=error)

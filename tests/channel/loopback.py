@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from ray.serve.exceptions import RequestCancelledError
 
 from serve_app.channel import Outlets, Parcel, Ticket
 from serve_app.channel.wire import HEADER, MAGIC, join, pack_greeting, unpack
@@ -49,7 +50,12 @@ class Call:
         return self
 
     async def __anext__(self) -> Parcel:
-        parcel = await self._queue.get()
+        try:
+            parcel = await self._queue.get()
+        except asyncio.CancelledError:
+            if self.cancelled:  # as Serve's does
+                raise RequestCancelledError("a call") from None
+            raise
         if parcel is None:
             raise self.failure or StopAsyncIteration
         return parcel

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from serve_app.channel import Offer, Outlets, Ticket, inlets, outlets
+from serve_app.channel import Inlet, Offer, Outlets, Parcel, Ticket, inlets, outlets
 from serve_app.channel.wire import (
     HEADER,
     MAGIC,
@@ -22,6 +22,7 @@ from serve_app.channel.wire import (
 )
 from serve_app.engines.base import ModelInfo
 from serve_app.errors import NotReady
+from serve_app.ingress import backend
 from serve_app.protocol import ChatRequest, CompletionRequest, Item, Job, chat_job, completion_job, validate
 from tests.channel.loopback import Loopback, Peer, collect, given
 
@@ -192,6 +193,32 @@ async def test_an_item_too_large_for_a_message_comes_on_the_call(
     assert [parcel.number for parcel in loopback.handle.calls[-1].brought] == [1]
 
 
+async def test_what_the_channel_brought_does_not_hold_up_what_the_call_still_has() -> None:
+    """A stream moved while its client did not read: the call's items are behind those that fill the window."""
+    inlet = inlets.Inlets().open()
+    size = inlet.ticket.window // 4
+    for number in range(3, 8):
+        inlet.arrived(None, number, Item(bytes(size)))  # type: ignore[arg-type]
+
+    async def call() -> None:
+        for number in range(3):
+            inlet.parcel(Parcel(number, Item(bytes(size)), moved=number == 2))
+            await inlet.room()
+        inlet.parcel(Parcel(8, None, True))
+
+    async with asyncio.timeout(5):
+        _, count = await asyncio.gather(call(), _count(inlet))
+    assert count == 8
+
+
+async def _count(inlet: Inlet) -> int:
+    """Items, until the last."""
+    count = 0
+    while await inlet.next() is not None:
+        count += 1
+    return count
+
+
 @pytest.mark.parametrize("where", ["replica", "ingress"])
 async def test_a_lost_connection_is_a_lost_replica_to_every_stream_on_it(loopback: Loopback, where: str) -> None:
     async def run() -> list[Item]:
@@ -241,7 +268,9 @@ async def test_items_that_never_come_are_a_loss(loopback: Loopback, monkeypatch:
     assert lost.value.code == "replica_lost"
 
 
-async def test_leaving_a_stream_aborts_it_in_the_engine(loopback: Loopback) -> None:
+async def test_leaving_a_stream_aborts_it_in_the_engine(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(backend.logger, "error", lambda *said, **_: failures.append(said))
     items = loopback.backend.generate(make_job("a delay=0.02 repeat=100", stream=True))
     await anext(items)
     await items.aclose()
@@ -250,6 +279,7 @@ async def test_leaving_a_stream_aborts_it_in_the_engine(loopback: Loopback) -> N
     assert loopback.replica._registry.get_sample_value("fake_aborts_total") == 1
     assert not loopback.backend._inlets._streams  # type: ignore[union-attr]
     assert not next(iter(loopback.replica._outlets._lines.values()))._outstanding
+    assert not failures  # that a client leaves is nothing to look into
 
 
 async def test_a_replica_that_does_not_listen_answers_on_its_calls() -> None:

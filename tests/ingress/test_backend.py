@@ -6,7 +6,12 @@ import grpc
 import pytest
 from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorUnavailableError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 
 from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
 from serve_app.ingress.backend import HandleBackend, _ray_errors
@@ -19,6 +24,7 @@ from serve_app.ingress.backend import HandleBackend, _ray_errors
         (ActorUnavailableError("gone", None), NotReady),
         (DeploymentUnavailableError("d"), NotReady),
         (asyncio.CancelledError(), NotReady),
+        (RequestCancelledError("r"), NotReady),
         (ReplicaUnavailableError("r"), EngineFailed),
         (TaskCancelledError(), EngineFailed),
         (AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, Metadata(), Metadata()), EngineFailed),
