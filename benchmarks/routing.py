@@ -10,7 +10,7 @@ its own, except for Ray's, whose tree is one actor for all.
 
 Prints a table, the cost of one decision by the number of replicas, and JSON on the last line.
 
-What it does not do: measure the routers' network, or a real engine.
+What it does not do: measure the routers' network, or real processes (see `served_routing`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ import heapq
 import json
 import random
 import statistics
+import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.prefix_cache import BLOCK_CHARS, CHARS_PER_TOKEN, TOKENS_PER_BLOCK, BlockCache, words
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.router.fleet import Fleet
 from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
 from serve_app.router.scoring import Candidate, Policy
 from serve_app.router.scoring import choose as choose_plainly
 
-CHARS_PER_TOKEN, CACHE_BLOCK_CHARS = 4, 64
 PREFILL_TOKENS_S, STEP_S, STEP_PER_REQUEST_S = 8000.0, 0.015, 0.0004
 SLOTS, CACHE_TOKENS = 48, 400_000
 INGRESSES = 2
@@ -45,18 +47,13 @@ class Replica:
     name: str
     ongoing: int = 0
     prefill_free: float = 0.0
-    cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    cache: BlockCache = field(default_factory=lambda: BlockCache(CACHE_TOKENS // TOKENS_PER_BLOCK))
     served: int = 0
 
     def prefill(self, blocks: list[int], now: float) -> tuple[float, int]:
         """When the first token is there, and how many blocks were cached."""
-        hit = next((i for i, block in enumerate(blocks) if block not in self.cache), len(blocks))
-        for block in blocks:
-            self.cache.pop(block, None)
-            self.cache[block] = None
-        while len(self.cache) * CACHE_BLOCK_CHARS / CHARS_PER_TOKEN > CACHE_TOKENS:
-            self.cache.popitem(last=False)
-        tokens = (len(blocks) - hit) * CACHE_BLOCK_CHARS / CHARS_PER_TOKEN
+        hit = self.cache.use(blocks)
+        tokens = (len(blocks) - hit) * TOKENS_PER_BLOCK
         self.prefill_free = max(self.prefill_free, now) + tokens / PREFILL_TOKENS_S
         return self.prefill_free + self.step(), hit
 
@@ -85,10 +82,6 @@ def workload(chats: int, rate: float, rng: random.Random) -> list[tuple[float, i
     return events
 
 
-def words(rng: random.Random, chars: int) -> str:
-    return "".join(f"{rng.randrange(10**7)} " for _ in range(chars // 8))
-
-
 def simulate(router: Router, replicas: int, chats: int, rate: float, seed: int) -> dict[str, float]:
     rng = random.Random(seed)
     fleet = [Replica(f"replica{i}") for i in range(replicas)]
@@ -106,7 +99,7 @@ def simulate(router: Router, replicas: int, chats: int, rate: float, seed: int) 
         chosen = router(request, fleet, rng.randrange(INGRESSES))
         chosen.ongoing += 1
         chosen.served += 1
-        prompt = blocks_of(request, CACHE_BLOCK_CHARS)
+        prompt = blocks_of(request, BLOCK_CHARS)
         first, hit = chosen.prefill(prompt, now)
         ttfts.append(first - now)
         hits, blocks_seen = hits + hit, blocks_seen + len(prompt)

@@ -44,8 +44,14 @@ def app_from_env() -> Application:
     return bind(load_config())
 
 
-def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = READ_NODE) -> Application:
-    """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`."""
+def bind(
+    config: Config,
+    engine_factory: str = ENGINE_FACTORY,
+    read_node: str = READ_NODE,
+    router: RequestRouterConfig | None = None,
+) -> Application:
+    """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`. `router`: instead of what
+    `config.routing` says."""
     tracing.check(config.tracing)
     log = serve_options(config.logging)
     directory = _deployment(
@@ -64,7 +70,7 @@ def bind(config: Config, engine_factory: str = ENGINE_FACTORY, read_node: str = 
         max_ongoing_requests=replica.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         **placement_options(config),
-        **routing_options(config),
+        **({"request_router_config": router} if router is not None else routing_options(config)),
         **scaling_options(config),
         health_check_period_s=replica.health_check_period_s / CHECKS_PER_PERIOD,
         health_check_timeout_s=replica.health_check_timeout_s,

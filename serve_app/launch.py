@@ -27,9 +27,9 @@ from serve_app.errors import ConfigError
 
 POLL_S = 0.5
 APP_NAME = "default"  # what `serve run` calls it
-# The server is asked directly, whatever proxy the environment names.
 # Serve's shutdown has begun; to interrupt that would leave HAProxy and Ray behind.
 _ending = threading.Event()
+# The server is asked directly, whatever proxy the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Ray Serve's own switches, read when it is imported, for all processes of the cluster started here. Tokens travel over
 # gRPC on the replica's own event loop: about half the CPU per chunk (docs/findings.md). Nothing blocks that loop, since

@@ -9,7 +9,6 @@ What this module does not do: delays and bounds, which Serve applies to what com
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ MOST_GROWTH = 1.5
 # tokens of fewer would be.
 HOLD, LEAST_REST = 0.5, 0.8
 # What a target bounds: that of nine requests in ten.
-QUANTILE = 0.9
+QUANTILE, ROUNDING = 0.9, 1e-9
 MOST_SAMPLES = 1000
 
 
@@ -39,7 +38,8 @@ def busy(stats: EngineStats) -> float:
 class FirstTokens:
     """Times to first token at one replica within the last `window_s`.
 
-    A request that still waits counts with what it has waited so far: of a queue that stands still nothing else is seen.
+    Of a queue that stands still only those who wait are seen. One of them says that its time is longer than what it has
+    waited, and nothing else: the estimate is Kaplan and Meier's (1958), to whom it is a censored observation.
     """
 
     def __init__(self, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,12 +61,21 @@ class FirstTokens:
         self._waiting.pop(key, None)
 
     def late(self) -> float | None:
-        """Seconds within which nine of ten come; None where nobody asked."""
+        """Seconds within which nine of ten come; None where nobody asked. Where too many still wait to tell, as long
+        as the longest has waited, which is less than it will be."""
         now = self._clock()
         while self._seen and now - self._seen[0][0] > self._window_s:
             self._seen.popleft()
-        times = sorted([*(took for _, took in self._seen), *(now - since for since in self._waiting.values())])
-        return times[math.ceil(QUANTILE * len(times)) - 1] if times else None
+        # (seconds, whether it still waits); who has waited exactly as long as another one took was late enough to tell.
+        times = sorted([*((took, False) for _, took in self._seen), *((now - t, True) for t in self._waiting.values())])
+        left = 1.0
+        for at, (seconds, waits) in enumerate(times):
+            if not waits:
+                others = len(times) - at - 1
+                left *= others / (others + 1)
+                if left <= 1 - QUANTILE + ROUNDING:
+                    return seconds
+        return times[-1][0] if times else None
 
 
 def desired(shares: Sequence[float], outside: float, target: float) -> float:

@@ -6,15 +6,30 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from serve_app import build
 from serve_app.config import load_config
 from serve_app.errors import ConfigError
+from tests import netns_cluster
 
 
 @pytest.mark.parametrize("args", [{}, {"model": {"id": "x"}}, {"model.id": "x", "replica.num_replicas": "2"}])
 def test_arguments_of_either_form_build_an_application(args: dict[str, Any]) -> None:
     assert isinstance(build.build_app(args), Application)
+
+
+def test_the_arguments_of_the_scenarios_in_network_namespaces_are_valid() -> None:
+    # They run only where there is root and time for them.
+    assert isinstance(build.build_app(netns_cluster.arguments()), Application)
+
+
+def test_a_router_may_be_given_instead_of_the_configured_one() -> None:
+    router = RequestRouterConfig(request_router_class="benchmarks.ray_prefix_router.JobPrefixRouter")
+    config = load_config({"routing": {"policy": "prefix"}}, use_env=False)
+    ingress = build.bind(config, router=router)._bound_deployment
+    replicas = ingress.init_args[1]._bound_deployment
+    assert replicas._deployment_config.request_router_config.request_router_class == router.request_router_class
 
 
 def test_dotted_keys_are_nested_and_read_as_yaml() -> None:

@@ -121,6 +121,37 @@ def test_who_still_waits_counts_and_who_left_does_not() -> None:
     assert tokens.late() is None
 
 
+def test_who_has_only_just_arrived_makes_first_tokens_no_earlier() -> None:
+    clock = Clock()
+    tokens = FirstTokens(100, clock)
+    for took in (2, 3):
+        tokens.arrived(took)
+        clock.now += took
+        tokens.came(took)
+    for key in range(50):
+        tokens.arrived(f"new {key}")
+    assert tokens.late() == 3
+    # They have all waited longer than the first took, and it is not known how much longer.
+    clock.now += 2.5
+    assert tokens.late() == 3
+    clock.now += 1.5
+    assert tokens.late() == 4
+
+
+def test_one_in_ten_that_waits_says_no_more_than_one_in_ten_that_came_late() -> None:
+    clock = Clock()
+    tokens = FirstTokens(1000, clock)
+    tokens.arrived("stuck")
+    for key in range(9):
+        tokens.arrived(key)
+        clock.now += 1
+        tokens.came(key)
+    assert tokens.late() == 1
+    tokens.arrived("stuck too")
+    clock.now += 5
+    assert tokens.late() == 14
+
+
 class Prefilling:
     """A replica that computes one prompt at a time, in half a second, and has slots to spare."""
 

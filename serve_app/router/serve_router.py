@@ -17,6 +17,7 @@ from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, hom
 from serve_app.router.scoring import Policy
 
 SUSPECT_RETRY = 5
+KEPT = "_ddtree_blocks"
 
 
 class PrefixRouter(RequestRouter):
@@ -46,19 +47,26 @@ class PrefixRouter(RequestRouter):
         self._fleet.expire(now)
         job = _job(pending_request)
         unwell = self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())
-        if job is None:
+        if job is None or pending_request is None:
             # Calls that are no jobs go anywhere.
             best = self._fleet.choose((), 0, str(now), unwell)
         else:
-            best = self._fleet.choose(*self._blocks(job), home_key(job.requests[0], job.session), unwell)
+            blocks, common = self._blocks(job, pending_request)
+            best = self._fleet.choose(blocks, common, home_key(job.requests[0], job.session), unwell)
         well = [r for r in candidate_replicas if r.replica_id.unique_id not in unwell] if unwell else candidate_replicas
         return [[self._by_name[best]], well or candidate_replicas]
 
-    def _blocks(self, job: Job) -> tuple[list[int], int]:
+    def _blocks(self, job: Job, pending_request: PendingRequest) -> tuple[list[int], int]:
+        """Of the job's prompt, kept with the request, which ends with it: a choice may be repeated, and is remembered
+        once it is accepted."""
         if len(self._by_name) < 2:
             return [], 0
-        request = job.requests[0]
-        return blocks_of(request, self._block_chars), common_blocks(request, self._block_chars)
+        kept: dict[str, Any] = vars(pending_request)
+        if KEPT not in kept:
+            request = job.requests[0]
+            kept[KEPT] = blocks_of(request, self._block_chars), common_blocks(request, self._block_chars)
+        blocks: tuple[list[int], int] = kept[KEPT]
+        return blocks
 
     def _suspects(self, now: float) -> set[str]:
         suspects = set()
@@ -91,7 +99,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         job = _job(pending_request)
         if job is not None:
-            self._fleet.sent(*self._blocks(job), replica_id.unique_id)
+            self._fleet.sent(*self._blocks(job, pending_request), replica_id.unique_id)
 
     def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
         return NotedReplica(replica_info, self._calls.sent)

@@ -1,0 +1,78 @@
+"""What the router does between Serve and `fleet`, without a cluster."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve.request_router import PendingRequest, ReplicaID
+
+from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.protocol import Job
+from serve_app.router.serve_router import PrefixRouter
+
+DEPLOYMENT = DeploymentID("engine", "test")
+
+
+class Message(Mapping[str, Any]):
+    """A chat message that counts how often its text is read."""
+
+    def __init__(self, text: str) -> None:
+        self._fields, self.reads = {"role": "user", "content": text}, 0
+
+    def __getitem__(self, key: str) -> str:
+        self.reads += key == "content"
+        return self._fields[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def replica(name: str) -> Any:
+    async def get_queue_len(*, deadline_s: float) -> int:
+        return 0
+
+    return SimpleNamespace(
+        replica_id=ReplicaID(name, DEPLOYMENT), routing_stats={}, max_ongoing_requests=8, get_queue_len=get_queue_len
+    )
+
+
+def router(*names: str) -> PrefixRouter:
+    made = PrefixRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, event_loop=asyncio.get_running_loop())
+    made.initialize_state()
+    made.update_replicas([replica(name) for name in names])
+    return made
+
+
+def request(*messages: Mapping[str, Any]) -> PendingRequest:
+    prompt = GenerateRequest("r", SamplingParams(), messages=messages)
+    job = Job("id", 0, "fake", True, True, False, (prompt,))
+    return PendingRequest(args=[job], kwargs={}, metadata=RequestMetadata("r", "r"))
+
+
+async def chosen(made: PrefixRouter, pending: PendingRequest) -> ReplicaID:
+    (best,), _ = await made.choose_replicas(list(made.curr_replicas.values()), pending)
+    return best.replica_id
+
+
+async def test_a_prompt_is_cut_once_however_often_its_replica_is_chosen() -> None:
+    made, message = router("a", "b"), Message("word " * 500)
+    pending = request(message)
+    await chosen(made, pending)
+    first = message.reads
+    replica_id = await chosen(made, pending)
+    again = message.reads - first
+    made.on_request_routed(pending, replica_id, None)
+    # A choice also reads the text for its home; what is remembered is what was cut before.
+    assert (again, message.reads - first - again) == (1, 0)
+
+
+async def test_a_prompt_is_remembered_where_it_went() -> None:
+    made, text = router("a", "b", "c"), "word " * 500
+    for name in "abc":
+        made.on_request_routed(request(Message(name + text)), ReplicaID(name, DEPLOYMENT), None)
+    assert [(await chosen(made, request(Message(name + text)))).unique_id for name in "abc"] == ["a", "b", "c"]
