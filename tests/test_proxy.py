@@ -60,6 +60,18 @@ def test_long_answers_outlive_a_reload() -> None:
     assert not found.keys() & SERVE_SWITCHES.keys()
 
 
+def test_applications_beside_each_other_share_no_port() -> None:
+    """Serve's listeners let others have their port: requests of one application would reach the other."""
+    ports = [
+        value
+        for found in (proxy.local_switches("/x", "127.0.0.1"), proxy.local_switches("/y", "127.0.0.1"))
+        for name, value in found.items()
+        if name.endswith("_PORT")
+    ]
+    assert len(ports) == len(set(ports)) == 6
+    assert "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT" in proxy.local_switches("/x", "127.0.0.1")
+
+
 def test_the_script_can_be_run() -> None:
     assert proxy.SCRIPT.stat().st_mode & stat.S_IXUSR
     if shutil.which("shellcheck"):

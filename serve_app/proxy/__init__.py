@@ -9,6 +9,7 @@ What this module does not do: start anything.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -102,7 +103,11 @@ def switches(choice: Choice, request_timeout_s: float) -> dict[str, str]:
 
 def local_switches(directory: str, host: str) -> dict[str, str]:
     """More of them for a HAProxy on this machine alone, beside others: its files in `directory`, which nobody else may
-    enter, since they include its control socket; its own pages on free ports, reached by whoever `host` is for."""
+    enter, since they include its control socket; its own pages on free ports, reached by whoever `host` is for.
+
+    The proxy of Serve's that answers where no ingress does has a free port as well. Its listeners share a port, so two
+    applications with the same one would answer each other's clients.
+    """
     where = Path(directory)
     found = {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(where / "haproxy.cfg"),
@@ -111,8 +116,8 @@ def local_switches(directory: str, host: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(where),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(where / "server-state"),
     }
-    for name in ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"):
-        found[name] = str(_free_port())
+    names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    found.update(zip(names, _free_ports(len(names)), strict=True))
     if host != "0.0.0.0":
         found["HAPROXY_PAGES_HOST"] = host
     return found
@@ -127,7 +132,10 @@ def apply(found: Mapping[str, str]) -> None:
             os.environ.setdefault(name, value)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(count: int) -> list[str]:
+    """Different ones: all are held while the last is found."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
