@@ -50,7 +50,7 @@ SERVE_SWITCHES = {
 def main(argv: list[str] | None = None) -> int:
     """Exit code of `serve run`, or 1 when nothing could be started."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
+    parser.add_argument("--host", default="127.0.0.1", help="IPv4 address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument(
         "--proxy", choices=("auto", "serve", "haproxy"), default="auto",
