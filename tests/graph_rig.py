@@ -49,7 +49,8 @@ class Rig:
 
 
 def assert_eager(output: Any, batch: ForwardBatch) -> None:
-    """The output is bit-equal to a fresh model's eager forward (on this capturer both run the same kernels)."""
+    """The output is a fresh model's eager forward, up to the rounding of sums over another number of rows: products
+    of a padded batch may add in another order, and terms far larger than the result cancel in them."""
     logits, extra = ToyForward()(batch)
-    torch.testing.assert_close(output[0], logits)
-    torch.testing.assert_close(output[1]["pooled"], extra["pooled"])
+    for found, expected in ((output[0], logits), (output[1]["pooled"], extra["pooled"])):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
