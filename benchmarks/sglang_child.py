@@ -17,16 +17,23 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 
-def main() -> None:
+def take_stdout() -> Callable[..., None]:
+    """What writes a reply, as a line of JSON, on what was stdout; whatever a library prints goes to the log."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints goes to the log
+    os.dup2(2, 1)
 
     def reply(**fields: Any) -> None:
         replies.write(json.dumps(fields) + "\n")
 
+    return reply
+
+
+def main() -> None:
+    reply = take_stdout()
     arguments = json.loads(sys.argv[1])
     began = time.monotonic()
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.sglang_child import take_stdout
 from deploy.gpu_e2e.closed_loop import Timing, closed_loop
 from serve_app.config import load_config
 from serve_app.engines import create_engine
@@ -26,12 +26,7 @@ from serve_app.engines.base import GenerateRequest, SamplingParams
 
 
 def main() -> None:
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints goes to the log
-
-    def reply(**fields: Any) -> None:
-        replies.write(json.dumps(fields) + "\n")
-
+    reply = take_stdout()
     from prometheus_client import CollectorRegistry
 
     from serve_app.multiprocess import EngineFiles

@@ -20,8 +20,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.channel import Inlet, Inlets
+from serve_app.channel.wire import lost
 from serve_app.engines.base import GenerateRequest, ModelInfo
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ReplicaLost, ServeError
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 
@@ -182,18 +183,14 @@ def _ray_errors() -> Iterator[None]:
     except BackPressureError:
         raise Overloaded("All queues are full; try again later.", retry_after=1) from None
     except (RayActorError, DeploymentUnavailableError):
-        raise _lost() from None
+        raise lost() from None
     except (asyncio.CancelledError, RequestCancelledError):
         # Where replicas speak gRPC, a cancellation at their end arrives as this too; only this task's own is passed on.
         # Where the call is cancelled as well, Serve gives the task's own the second name.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise asyncio.CancelledError from None
-        raise _lost() from None
+        raise lost() from None
     except (RayError, RayServeException, grpc.RpcError) as error:
         logger.error("replica call failed", exc_info=error)
         raise EngineFailed("The replica failed while it worked on this request.") from None
-
-
-def _lost() -> ReplicaLost:
-    return ReplicaLost("The replica that worked on this request is gone.", retry_after=1)
