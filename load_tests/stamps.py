@@ -11,6 +11,7 @@ What this module does not do: tell apart segments that lay in the kernel togethe
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import sys
 import time
@@ -27,6 +28,8 @@ SO_TIMESTAMPNS = 35 if sys.platform == "linux" else None
 _TIMESPEC = struct.Struct("@ll")
 CLOCK_READS, CLOCK_CLOSE_S = 5, 2e-5
 _ROOM = gevent.socket.CMSG_SPACE(_TIMESPEC.size)
+STAMPS_WITHIN_S = 1.0
+_KEPT: list[gevent.socket.socket] = []
 
 
 @dataclass
@@ -92,8 +95,35 @@ def clocks() -> tuple[float, float]:
     return best[1], best[2]
 
 
+@functools.cache
+def stamping() -> bool:
+    """Whether the kernel stamps what arrives, from now on and as long as this process lives.
+
+    It begins a moment after the first socket asked, and ends when no socket asks any more; what arrives meanwhile has
+    no stamp. So one connection stays open here, and this waits, a second at most, for its first stamp.
+    """
+    if SO_TIMESTAMPNS is None:
+        return False
+    client = TimedSocket()
+    with gevent.socket.create_server(("127.0.0.1", 0)) as door:
+        client.connect(door.getsockname())
+        server, _ = door.accept()
+    _KEPT.extend((client, server))
+    deadline = time.perf_counter() + STAMPS_WITHIN_S
+    while time.perf_counter() < deadline:
+        server.sendall(b".")
+        if client.recvmsg(1, _ROOM)[1]:
+            return True
+        time.sleep(0.001)
+    return False
+
+
 class TimedClients(HTTPClientPool):
     """Clients whose connections are `TimedSocket`s."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        stamping()
 
     def get_client(self, url: Any) -> HTTPClient:
         client = super().get_client(url)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("gevent", reason="needs the extra `load`")
 
-from load_tests.stamps import CURRENT, SO_TIMESTAMPNS, Stamps, TimedSocket, arrival
+from load_tests.stamps import CURRENT, SO_TIMESTAMPNS, Stamps, TimedSocket, arrival, stamping
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's stamps are Linux's")
 
@@ -49,7 +49,22 @@ def pair() -> Iterator[tuple[TimedSocket, socket.socket]]:
 
 
 @linux
+def test_the_kernel_stamps_once_it_was_asked_and_waited_for() -> None:
+    assert stamping()
+    for _ in range(3):
+        # All other sockets that ask are closed by then: it must not stop.
+        time.sleep(0.1)
+        with socket.create_server(("127.0.0.1", 0)) as door, TimedSocket(socket.AF_INET, socket.SOCK_STREAM) as client:
+            client.connect(door.getsockname())
+            server, _ = door.accept()
+            with server:
+                server.sendall(b"x")
+                assert client.recvmsg(1, 100)[1]
+
+
+@linux
 def test_what_is_read_late_came_when_it_came(pair: tuple[TimedSocket, socket.socket]) -> None:
+    assert stamping()
     client, server = pair
     server.sendall(b"late")
     time.sleep(0.3)
