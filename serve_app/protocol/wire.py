@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
 from serve_app.protocol.messages import Message, Wire
+from serve_app.protocol.tools import NamedToolChoice, Tool, check_names
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
+MAX_TOOLS = 128
 
 Short = Annotated[str, Field(max_length=512)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -105,19 +107,30 @@ class ChatRequest(Sampling):
     store: Literal[False] | None = _refused("nothing is stored")
     response_format: ResponseFormat | None = Field(None, description="Other than text needs an engine with grammars.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = _refused("only text")
-    reasoning_effort: Literal["none"] | None = _refused("the model does not reason")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="Other than none needs an engine that tells reasoning apart."
+    )
+    separate_reasoning: bool | None = Field(None, description="false leaves reasoning in the content.")
     verbosity: Literal["medium"] | None = _refused("the model has no such control")
-    tools: Annotated[list[Any], Field(max_length=0)] | None = _refused("the model has no tool parser")
-    tool_choice: Literal["none", "auto"] | None = _refused("the model has no tool parser")
-    functions: Annotated[list[Any], Field(max_length=0)] | None = _refused("the model has no tool parser")
-    function_call: Literal["none", "auto"] | None = _refused("the model has no tool parser")
-    parallel_tool_calls: None = _refused("the model has no tool parser")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Needs an engine with a tool parser, as the two fields below."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = _refused("tools has taken its place")
+    function_call: Literal["none", "auto"] | None = _refused("tool_choice has taken its place")
     audio: None = _refused("only text")
     moderation: None = _refused("there is no moderation")
     prediction: None = _refused("drafts come from the drafter")
     prompt_cache_options: None = _refused("the prompt cache has no per-request control")
     prompt_cache_retention: None = _refused("the prompt cache has no per-request control")
     web_search_options: None = _refused("there is no web search")
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        check_names(tools or ())
+        return tools
 
 
 Prompt = (
