@@ -271,10 +271,9 @@ class ReasoningReader:
         return rest or ""
 
     def end(self, said: Said) -> str:
+        held = self._parser.detector._buffer if self.exact else ""  # what might have become a mark
         reasoning, rest = self._parser.parse_stream_end()
+        if held and not (reasoning or rest):
+            reasoning, rest = (held, "") if self.inside else ("", held)
         said.reasoning += reasoning or ""
-        held = self._parser.detector._buffer if self.exact else ""
-        if self.inside:
-            said.reasoning += held
-            return rest or ""
-        return (rest or "") + held
+        return rest or ""

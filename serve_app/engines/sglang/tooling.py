@@ -186,9 +186,15 @@ class Tooling:
             tokenizer=self._tokenizer,
         )
         constraint = parser.get_structure_constraint(asked.tool_choice, parallel_tool_calls=not one)
-        if constraint is None and held and tagged:
+        if held and constraint is None and tagged:
             # It logs what it cannot do, and would go on without.
             raise InvalidRequest("SGLang cannot make a grammar of these tools", param="tools")
+        if held and (constraint is None or not (self._tags or hasattr(constraint[1], "triggers"))):
+            first = next(index for index, tool in enumerate(asked.tools) if tool.function.strict)
+            raise Unsupported(
+                "strict is not offered for this model's format of calls, unless tool_choice says that one must come",
+                param=f"tools[{first}].function.strict",
+            )
         return ({constraint[0]: _text(constraint[1])} if constraint else {}), reader(native)
 
     def _call_id(self, name: str, index: int, called: int) -> str:
