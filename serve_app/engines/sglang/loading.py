@@ -15,7 +15,7 @@ from serve_app.engines.local.token_floor import TokenFloor
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.requests import Offer
-from serve_app.engines.sglang.tooling import Tooling, check_parsers
+from serve_app.engines.sglang.tooling import Tooling, check_parsers, has_grammars
 from serve_app.errors import ConfigError
 from serve_app.models import resolve
 from serve_app.sglang_plugin.plugin import PluginError, check_version
@@ -84,7 +84,7 @@ def parts_of(manager: Any, info: dict[str, Any], templates: Any) -> Parts:
         offer=Offer(
             arguments.speculative_algorithm,
             seeds=bool(arguments.enable_deterministic_inference),
-            grammars=arguments.grammar_backend not in (None, "none"),
+            grammars=has_grammars(arguments.grammar_backend, bool(arguments.reasoning_parser)),
         ),
         tooling=Tooling(manager, templates),
     )

@@ -22,7 +22,8 @@ from serve_app.engines.sglang.parsed import Reader
 from serve_app.engines.sglang.reading import ReasoningReader, ToolParser, ToolReader
 from serve_app.errors import ConfigError, InvalidRequest, Unsupported
 
-# SGLang's other grammar backends know neither a tag that must come nor the newer kind of tags.
+# SGLang's other grammar backends know neither a tag that must come nor the newer kind of tags; to them a mark that is a
+# token of its own is no text; and with a reasoning parser they fail at every grammar.
 _TAGS = ("xgrammar",)
 
 
@@ -189,10 +190,11 @@ class Tooling:
         if held and constraint is None and tagged:
             # It logs what it cannot do, and would go on without.
             raise InvalidRequest("SGLang cannot make a grammar of these tools", param="tools")
-        if held and (constraint is None or not (self._tags or hasattr(constraint[1], "triggers"))):
+        if held and (constraint is None or not self._tags):
             first = next(index for index, tool in enumerate(asked.tools) if tool.function.strict)
             raise Unsupported(
-                "strict is not offered for this model's format of calls, unless tool_choice says that one must come",
+                "strict is not offered with this model's format of calls, or this grammar backend, unless tool_choice "
+                "says that a call must come",
                 param=f"tools[{first}].function.strict",
             )
         return ({constraint[0]: _text(constraint[1])} if constraint else {}), reader(native)
@@ -239,6 +241,11 @@ class _Array:
             ToolCallItem(tool_index=index, name=call["name"], parameters=orjson.dumps(call["parameters"]).decode())
             for index, call in enumerate(calls)
         ]
+
+
+def has_grammars(backend: str | None, reasoning: bool) -> bool:
+    """Whether a grammar backend, beside a reasoning parser or none, holds an answer to a JSON schema."""
+    return backend in _TAGS if reasoning else backend not in (None, "none")
 
 
 def check_parsers(config: SglangConfig, tools: Collection[str], reasoning: Collection[str]) -> None:

@@ -100,7 +100,7 @@ class Rig:
     def __init__(self, path: Path, tools: str | None, reasoning: str | None = None, backend: str = "xgrammar") -> None:
         from sglang.srt.parser.template_manager import TemplateManager
 
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer, self.backend = AutoTokenizer.from_pretrained(path), backend
         arguments = SimpleNamespace(
             tool_call_parser=tools, reasoning_parser=reasoning, default_chat_template_kwargs=None,
             grammar_backend=backend, tokenizer_metrics_allowed_custom_labels=None,
