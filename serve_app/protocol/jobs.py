@@ -176,16 +176,20 @@ def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int
     return _job(wire, info, id, requests, chat=False)
 
 
-def tokenize_request(wire: TokenizeRequest) -> GenerateRequest:
-    """Raises InvalidRequest unless exactly one of prompt and messages is there."""
+def tokenize_request(wire: TokenizeRequest, info: ModelInfo) -> GenerateRequest:
+    """Raises InvalidRequest unless exactly one of prompt and messages is there, Unsupported for tools that no engine
+    takes."""
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("Give exactly one of prompt and messages.", param="prompt")
+    if wire.tools and wire.messages is None:
+        raise InvalidRequest("tools need messages.", param="tools")
     return GenerateRequest(
         request_id=_new_id("tok"),
         sampling=SamplingParams(),
         prompt=wire.prompt,
         messages=None if wire.messages is None else plain_messages(wire.messages),
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
+        **tool_fields(wire.tools, None, None, info),
     )
 
 

@@ -54,10 +54,11 @@ class NamedToolChoice(Wire):
     function: NamedFunction
 
 
-def check_names(tools: Sequence[Tool]) -> None:
+def check_names(tools: list[Tool]) -> list[Tool]:
     """Raises ValueError where two tools have one name."""
     if len({tool.function.name for tool in tools}) < len(tools):
         raise ValueError("must not have the same function name twice")
+    return tools
 
 
 def tool_fields(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import AfterValidator, Field, StringConstraints
 
 from serve_app.protocol.messages import Message, Wire
 from serve_app.protocol.tools import NamedToolChoice, Tool, check_names
@@ -25,6 +25,7 @@ Short = Annotated[str, Field(max_length=512)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(check_names)]
 KwargName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
@@ -112,9 +113,7 @@ class ChatRequest(Sampling):
     )
     separate_reasoning: bool | None = Field(None, description="false leaves reasoning in the content.")
     verbosity: Literal["medium"] | None = _refused("the model has no such control")
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="Needs an engine with a tool parser, as the two fields below."
-    )
+    tools: Tools | None = Field(None, description="Needs an engine with a tool parser, as the two fields below.")
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = _refused("tools has taken its place")
@@ -125,12 +124,6 @@ class ChatRequest(Sampling):
     prompt_cache_options: None = _refused("the prompt cache has no per-request control")
     prompt_cache_retention: None = _refused("the prompt cache has no per-request control")
     web_search_options: None = _refused("there is no web search")
-
-    @field_validator("tools")
-    @classmethod
-    def _names_differ(cls, tools: list[Tool] | None) -> list[Tool] | None:
-        check_names(tools or ())
-        return tools
 
 
 Prompt = (
@@ -152,11 +145,12 @@ class CompletionRequest(Sampling):
 
 
 class TokenizeRequest(Wire):
-    """`POST /tokenize`: exactly one of `prompt` and `messages`."""
+    """`POST /tokenize`: exactly one of `prompt` and `messages`; `tools` with these."""
 
     model: Short | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None = None
 
 

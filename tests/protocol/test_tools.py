@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, NamedTool
 from serve_app.errors import InvalidRequest, Unsupported
-from serve_app.protocol import ChatRequest, chat_job, parse_object, validate
+from serve_app.protocol import ChatRequest, TokenizeRequest, chat_job, parse_object, tokenize_request, validate
 from serve_app.protocol.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_CHARS
 from serve_app.protocol.wire import MAX_TOOLS
 
@@ -145,3 +145,12 @@ def test_reasoning_fields_reach_the_engine() -> None:
 def test_null_is_a_value_in_a_schema() -> None:
     body = b'{"tools": [{"function": {"description": null, "parameters": {"const": null}}}], "n": null}'
     assert parse_object(body) == {"tools": [{"function": {"parameters": {"const": None}}}]}
+
+
+def test_tools_are_counted_with_their_chat() -> None:
+    wire = validate(TokenizeRequest, {"messages": [USER], "tools": [tool()]})
+    assert tokenize_request(wire, INFO).tools == (tool(),)
+    for info, fields in ((BARE, {"messages": [USER]}), (INFO, {"prompt": "hi"})):
+        with pytest.raises(InvalidRequest) as caught:
+            tokenize_request(validate(TokenizeRequest, {"tools": [tool()], **fields}), info)
+        assert caught.value.param == "tools"
