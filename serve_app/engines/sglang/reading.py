@@ -20,6 +20,9 @@ from typing import Any, Protocol
 from serve_app.engines.local.stopping import overlap
 
 logger = logging.getLogger(__name__)
+# Within a call a parser reads all of it again for each piece: it gets pieces of at least this share of what it has, so
+# that a call costs what it is long.
+_SHARE = 64
 # Shorter ones, such as a bracket, are in any text.
 _SHORTEST_MARK = 4
 _MARKUP = re.compile(r"</?[\w|\uff5c\u2581]+>|```")
@@ -64,14 +67,22 @@ class Call:
 
     def __init__(self, name: str) -> None:
         self.name, self.arguments = name, ""
+        self._judged: tuple[int, bool] = 0, False
 
     @property
     def whole(self) -> bool:
-        try:
-            json.loads(self.arguments)
-        except ValueError:
-            return False
-        return True
+        """Whether they are JSON, which nothing can be added to."""
+        if self._judged[0] != len(self.arguments):
+            self._judged = len(self.arguments), _is_json(self.arguments)
+        return self._judged[1]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 class Said:
@@ -103,6 +114,7 @@ class ToolReader:
         self._make, self._name_call, self._one = make, name_call, one
         self.calls: list[Call] = []
         self.full = False
+        self._wait = ""  # pieces that make one
         self._space = ""  # it is text if text follows, and the format's where a call does
         self._raw = False  # within a call that is none
         self._renew()
@@ -121,6 +133,21 @@ class ToolReader:
         self._first, self._numbers = len(self.calls), dict[int, int]()
 
     def push(self, piece: str, said: Said) -> None:
+        if piece in self.marks:
+            self._flush(said)
+        elif self._cut or self._began(self._taken):
+            self._wait += piece
+            if len(self._wait) >= len(self._block) // _SHARE:
+                self._flush(said)
+            return
+        self._push(piece, said)
+
+    def _flush(self, said: Said) -> None:
+        piece, self._wait = self._wait, ""
+        if piece:
+            self._push(piece, said)
+
+    def _push(self, piece: str, said: Said) -> None:
         if self.full:
             return
         if self._raw:
@@ -179,6 +206,7 @@ class ToolReader:
 
     def end(self, said: Said) -> None:
         """Tell what is left: nothing more comes."""
+        self._flush(said)
         if self.full:
             return
         text, items = self._feed(self._parser.parse_stream_chunk, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,26 @@ def test_a_parser_that_fails_costs_no_answer(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sglang.srt.function_call.qwen25_detector.Qwen25Detector.detect_and_parse", broken)
     told = rig.told(plan, "Hi\n" + block(NOW))
     assert (told.content, told.calls, told.finish) == ("Hi\n" + block(NOW), {}, "stop")
+
+
+@pytest.mark.parametrize("parser", ["qwen", "deepseekv3"])
+def test_a_long_call_is_read_in_fewer_pieces(path: Path, parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parser reads the whole of it for each: as many as its tokens would cost the square of its length."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    rig = Rig(path, parser)
+    long = json.dumps({"city": "lorem ipsum " * 500})
+    text = (
+        deepseek(("weather", long)) if parser == "deepseekv3" else block(f'{{"name": "weather", "arguments": {long}}}')
+    )
+    pieces = []
+    whole = FunctionCallParser.parse_stream_chunk
+    monkeypatch.setattr(
+        FunctionCallParser, "parse_stream_chunk", lambda self, text: (pieces.append(text), whole(self, text))[1]
+    )
+    told = rig.told(rig.plan(), text)
+    assert told.called == [("weather", json.loads(long))] and len(told.calls[0][1]) == len(long)
+    assert len(pieces) < 500 < len(rig.ids(text)) / 10
 
 
 def test_every_parser_of_sglang_tells_plain_text(path: Path) -> None:
