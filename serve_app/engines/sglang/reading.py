@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from serve_app.engines.local.stopping import overlap
@@ -103,15 +103,21 @@ class ToolReader:
     """Content and calls of a text that has no reasoning in it.
 
     Args:
-        make: a parser without a past. name_call: the id of a call, from its name and its number in the answer.
-        one: the answer may have one call only.
+        make: a parser without a past. names: of the tools. name_call: the id of a call, from its name and its number in
+            the answer. one: the answer may have one call only.
 
     Attributes:
         calls: those of the answer. full: another one began, and there may be none.
     """
 
-    def __init__(self, make: Callable[[], ToolParser], name_call: Callable[[str, int], str], one: bool) -> None:
-        self._make, self._name_call, self._one = make, name_call, one
+    def __init__(
+        self,
+        make: Callable[[], ToolParser],
+        names: Collection[str],
+        name_call: Callable[[str, int], str],
+        one: bool,
+    ) -> None:
+        self._make, self._names, self._name_call, self._one = make, names, name_call, one
         self.calls: list[Call] = []
         self.full = False
         self._wait = ""  # pieces that make one
@@ -161,7 +167,9 @@ class ToolReader:
         text, items = self._feed(self._parser.parse_stream_chunk, piece)
         if items:
             self._text(text, said)
-            self._items(items, said)
+            if not self._items(items, said):
+                self._raw = piece != self._close  # it calls what there is not
+                return self._give_up(said)
         elif text.strip() and self._began(before):
             self._raw = piece != self._close  # the parser gave up what it had taken for a call
             return self._give_up(said)
@@ -174,8 +182,8 @@ class ToolReader:
     def _feed(self, parse: Callable[[str], tuple[str, Sequence[Any]]], text: str) -> tuple[str, Sequence[Any]]:
         try:
             found, items = parse(text)
-        except Exception:  # it is the model's text that it could not read
-            logger.exception("SGLang's tool parser failed")
+        except Exception as error:  # it is the model's text that it could not read, which is not for the log
+            logger.warning("SGLang's tool parser failed: %s", type(error).__name__)
             return "", ()
         return found or "", items
 
@@ -223,7 +231,7 @@ class ToolReader:
     def _look_back(self, said: Said) -> None:
         """Calls, and arguments, that the parser finds in the whole block only."""
         _, found = self._feed(self._make().parse_non_stream, self._block)
-        for index, item in enumerate(found):
+        for index, item in enumerate(item for item in found if item.name in self._names):
             call = self.calls[self._first + index] if self._first + index < len(self.calls) else None
             if call is None:
                 self._item(-1 - index, item.name, item.parameters, said)
@@ -237,11 +245,17 @@ class ToolReader:
         if text:
             self._text(text, said)
             self._taken = self._taken[len(text) :] if self._taken.startswith(text) else ""
+            if len(self.calls) == self._first:
+                self._block = self._taken
 
-    def _items(self, items: Sequence[Any], said: Said) -> None:
+    def _items(self, items: Sequence[Any], said: Said) -> bool:
+        """Whether all of them are calls of tools, or belong to one; else up to the first that does not."""
         for item in items:
+            if item.name is not None and item.name not in self._names:
+                return False
             self._item(item.tool_index, item.name, item.parameters, said)
             self._taken = ""
+        return True
 
     def _item(self, number: int, name: str | None, arguments: str | None, said: Said) -> None:
         """`number` is the parser's, which starts anew with each."""

@@ -172,12 +172,13 @@ class Tooling:
         called = sum(len(message.get("tool_calls") or ()) for message in request.messages or ())
 
         def reader(make: Callable[[], ToolParser]) -> Callable[[], ToolReader]:
-            return lambda: ToolReader(make, lambda name, index: self._call_id(name, index, called), one)
+            return lambda: ToolReader(make, names, lambda name, index: self._call_id(name, index, called), one)
 
         one, must = not request.parallel_tool_calls, request.tool_choice != "auto"
         detector: Any = native().detector
         tagged = detector.supports_structural_tag()
         allowed = _allowed(request, asked.tools)
+        names = {tool.function.name for tool in allowed}
         if must and not (tagged and self._tags) and not detector.parses_required_natively():
             return _array_grammar(allowed, not one), reader(lambda: _Array(asked.tools))
         held = must or any(tool.function.strict for tool in allowed)

@@ -65,6 +65,15 @@ ILL: list[tuple[str, str, str, list[list[str]]]] = [
         [["weather", ""], ["now", "{}"]],
     ),
     ("kimi_k2", "<|tool_calls_section_begin|> text", None, []),
+    ("kimi_k2", kimi(("functions.nope:0", '{"a": 1}')) + "x", None, []),
+    (
+        "kimi_k2",
+        kimi(("functions.now:0", "{}"), ("functions.nope:1", "{}")),
+        "<|tool_call_end|><|tool_call_begin|>functions.nope:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [["now", "{}"]],
+    ),
+    ("deepseekv3", deepseek(("nope", "{}")) + "x", None, []),
     ("kimi_k2", kimi(("oops oops", "{}")) + "x", None, []),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.wea", None, []),
     ("kimi_k2", kimi(("functions.weather:0", '{"city": Pa}')), "", [["weather", '{"city": Pa}']]),
