@@ -1,13 +1,16 @@
 """Chunks → frames and bodies."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from serve_app.engines.base import Chunk, GenerateRequest, SamplingParams, TokenLogprob, Usage
 from serve_app.errors import EngineFailed
-from serve_app.protocol import Job, Renderer, error_frames
+from serve_app.protocol import Job, Progress, Renderer, error_frames
 
 
 def make_job(*, chat: bool = True, stream: bool = True, usage: bool = False, n: int = 1, prompts: int = 1) -> Job:
@@ -178,6 +181,31 @@ def test_calls_told_in_pieces_are_whole_in_the_body() -> None:
         {"id": "c1", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
     assert (message["content"], message["reasoning_content"]) == (None, "hhhh")
+
+
+def test_the_official_client_puts_streamed_calls_together() -> None:
+    renderer, state = Renderer(make_job()), ChatCompletionStreamState()
+    for made in (
+        chunk("", delta={"reasoning_content": "h"}),
+        chunk("I look.", delta={"tool_calls": [call(0, '{"a": ', "f")]}),
+        chunk("", delta={"tool_calls": [call(0, "1}"), call(1, "{", "g")]}),
+        chunk("", finish="tool_calls", delta={"tool_calls": [call(1, "}")]}),
+    ):
+        for event in events(renderer.frame(0, made)):
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+    choice = state.get_final_completion().choices[0]
+    assert choice.message.content == "I look." and choice.finish_reason == "tool_calls"
+    assert [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or []] == [
+        ("c0", "f", '{"a": 1}'),
+        ("c1", "g", "{}"),
+    ]
+
+
+def test_a_call_goes_on_behind_what_another_replica_sent() -> None:
+    sent = (Progress(0, (1, 1)),)
+    renderer = Renderer(replace(make_job(), sent=sent))
+    delta = events(renderer.frame(0, chunk("", delta={"tool_calls": [call(0, "1}")]})))[0]["choices"][0]["delta"]
+    assert delta == {"tool_calls": [call(0, "1}")]}
 
 
 def test_text_beside_calls_is_the_content() -> None:
