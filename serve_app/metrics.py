@@ -9,6 +9,7 @@ What this module does not do: expose HTTP (see `exporter`), or know engines and 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -31,6 +32,12 @@ _EXEMPLAR_ROOM = 128 - len(_EXEMPLAR_LABEL)
 def exemplar(request_id: str) -> dict[str, str] | None:
     """What links a sample to one request's log lines and trace; None for an id that is too long for the format."""
     return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
+
+
+def observe_each(histogram: Histogram, value: float, count: int) -> None:
+    """`histogram.observe(value)`, `count` times, at the cost of one."""
+    histogram._sum.inc(value * count)
+    histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(count)
 
 
 def _gauge(registry: CollectorRegistry, name: str, help: str, *labels: str) -> Gauge:

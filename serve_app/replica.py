@@ -26,6 +26,7 @@ from ray.serve.exceptions import RayServeException
 from serve_app.channel import Outlets, Parcel, Ticket
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
+from serve_app.entrance import own_entrance
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.logs import adopt_library
@@ -76,7 +77,7 @@ class Replica:
         self._outlets = Outlets()
         if exporters is not None:
             if config.ingress.channel:
-                await self._outlets.open(ray.util.get_node_ip_address())
+                await self._outlets.open(ray.util.get_node_ip_address(), self._id, own_entrance())
             self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
             self._exporter.start()
 
@@ -84,7 +85,8 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Without streaming, an empty item says that generation has begun, and the body follows at the end.
+        timers. Without streaming, an empty item says that generation has begun, unless it has ended as well; the body
+        follows at the end.
         Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
         was sent.
         """
@@ -224,9 +226,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
     if not running:  # all was said but the end
         yield Item(data=renderer.end())
     while running:
-        events = [await queue.get()]
-        while not queue.empty():
-            events.append(queue.get_nowait())
+        events = await _drain(queue)
         data: list[bytes] = []
         content = False
         failure: Exception | None = None
@@ -258,23 +258,31 @@ async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> Async
     renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
-        prompt, event = await queue.get()
-        if isinstance(event, Chunk):
-            if event.finish_reason == "abort":
-                raise _aborted()
-            renderer.collect(prompt, event)
-            if event.finish_reason is not None:
-                progress.append(renderer.progress(prompt, event))
-            tokens += len(event.token_ids)
-            if not begun:
-                begun = True
-                yield Item(tokens=tokens)
-                tokens = 0
-        elif event is None:
-            running -= 1
-        else:
-            raise event
+        for prompt, event in await _drain(queue):
+            if isinstance(event, Chunk):
+                if event.finish_reason == "abort":
+                    raise _aborted()
+                renderer.collect(prompt, event)
+                if event.finish_reason is not None:
+                    progress.append(renderer.progress(prompt, event))
+                tokens += len(event.token_ids)
+            elif event is None:
+                running -= 1
+            else:
+                raise event
+        if tokens and running and not begun:
+            begun = True
+            yield Item(tokens=tokens)
+            tokens = 0
     yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
+
+
+async def _drain(queue: asyncio.Queue[Event]) -> list[Event]:
+    """What there is, once there is something."""
+    events = [await queue.get()]
+    while not queue.empty():
+        events.append(queue.get_nowait())
+    return events
 
 
 def _aborted() -> ServeError:

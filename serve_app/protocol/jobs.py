@@ -80,8 +80,8 @@ class Item:
     """What a replica yields for a job.
 
     Attributes:
-        data: finished SSE frames; for `stream: false` nothing in a first item, which comes with the first tokens, and
-            the whole JSON body in the last.
+        data: finished SSE frames; for `stream: false` nothing in a first item, which comes with the first tokens where
+            they are not the last, and the whole JSON body in the last.
         tokens: tokens emitted since the last item. content: whether `data` has text of the answer.
         error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
         progress: of a stream, the tokens behind `data`, from which another replica could go on.
