@@ -102,7 +102,8 @@ class Replica:
         except Exception as error:
             failure = self._as_serve_error(error, job)
             # The frames are for a client that already has some; a first item is answered by its error alone.
-            yield Item(data=error_frames(failure) if job.stream else b"", error=failure, replica=self._id)
+            said = error_frames(failure) if job.stream else b""
+            yield Item(data=said, error=failure, replica=self._id, last=True)
         finally:
             self._first_tokens.left(key)
             for task in tasks:
@@ -224,7 +225,7 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
     renderer, tokens = Renderer(job), 0
     progress: list[Progress] = []
     if not running:  # all was said but the end
-        yield Item(data=renderer.end())
+        yield Item(data=renderer.end(), last=True)
     while running:
         events = await _drain(queue)
         data: list[bytes] = []
@@ -248,7 +249,8 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
             data.append(renderer.end())
         joined = b"".join(data)
         if joined:
-            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress))
+            ended = not running and failure is None
+            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress), last=ended)
             progress, tokens = [], 0
         if failure is not None:
             raise failure
@@ -274,7 +276,7 @@ async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> Async
             begun = True
             yield Item(tokens=tokens)
             tokens = 0
-    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
+    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress), last=True)
 
 
 async def _drain(queue: asyncio.Queue[Event]) -> list[Event]:

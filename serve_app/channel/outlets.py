@@ -220,7 +220,7 @@ class Outlets:
         """Send the items by the ticket's channel. What comes out is what shall go on the handle call. Closing it closes
         `items`. Losing the connection does as well, and is told on the call as the loss of a replica."""
         line: _Line | None = None
-        number = 0
+        number, ended = 0, False
         try:
             async with contextlib.aclosing(items):  # type: ignore[type-var]
                 async for item in items:
@@ -234,8 +234,13 @@ class Outlets:
                     else:
                         yield Parcel(number, item, line is not None, None if number else self._offer)
                     number += 1
+                    if item.last and line is not None:
+                        # In one message with it: what the maker still does, nobody waits for.
+                        line.send(pack_end(ticket.stream, number))
+                        ended = True
             if line is not None:
-                line.send(pack_end(ticket.stream, number))
+                if not ended:
+                    line.send(pack_end(ticket.stream, number))
                 # Serve tells by the call's metadata whether a replica took it, and gRPC may lose them where no message
                 # follows.
                 yield Parcel(number, None, True)

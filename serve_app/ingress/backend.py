@@ -135,6 +135,7 @@ class ChannelBackend(HandleBackend):
         self, replicas: DeploymentHandle, exporters: DeploymentHandle, metrics: GatewayMetrics, patience_s: float = 5
     ) -> None:
         super().__init__(replicas, exporters, patience_s)
+        self._open = self._streaming.stream
         self._metrics = metrics
         self._inlets: Inlets | None = None
         self._calls: set[asyncio.Task[None]] = set()
@@ -143,7 +144,7 @@ class ChannelBackend(HandleBackend):
         if self._inlets is None:
             self._inlets = Inlets()
         inlet = self._inlets.open()
-        call: Any = self._streaming.stream.remote(job, inlet.ticket)
+        call: Any = self._open.remote(job, inlet.ticket)
         reader = asyncio.create_task(_read(call, inlet))
         self._calls.add(reader)
         reader.add_done_callback(self._calls.discard)
