@@ -93,7 +93,7 @@ class Inlet:
 
     def taken_over(self, line: _Line) -> None:
         """The replica takes the stream, which was opened over the channel; all of it comes there."""
-        self.line, self._moved = line, True
+        self.line, self._moved, self.way = line, True, "opened"
 
     def ended(self, line: _Line, total: int) -> None:
         """Over the channel: how many items there are in all."""

@@ -440,7 +440,7 @@ async def test_a_stream_opened_over_the_channel_brings_serve_what_it_counts_by(o
     said = await result.get_rejection_response()
     assert (said.accepted, said.num_ongoing_requests) == (True, 1)
     assert opening.entered == [About("id", "internal", "/v1", "app")]
-    assert opening.ways() == {"connecting": 1, "channel": 1}
+    assert opening.ways() == {"connecting": 1, "opened": 1}
     await collect(items)
     await asyncio.sleep(0)
     assert ended == [None]
