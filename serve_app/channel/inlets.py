@@ -18,11 +18,11 @@ from serve_app.channel.framed import ROOM, Framed
 from serve_app.channel.jobs import pack_job
 from serve_app.channel.wire import (
     END,
-    FAILED,
     ITEM,
     MAGIC,
     MAX_ITEM,
     MAX_MESSAGE,
+    OVER,
     PART,
     TAKES,
     About,
@@ -201,20 +201,21 @@ class Opened:
 
     Attributes:
         takes: whether the replica takes it, and how many calls that has now; None where that is never said.
-        over: why it ended: None for by itself, the name of what the replica raised, or "lost" or "left".
+        over: why it counts no more: empty where it ended by itself, the name of what the replica raised, "lost" or
+            "left". Its last item may have come before.
     """
 
     def __init__(self, line: _Line, stream: int) -> None:
         loop = asyncio.get_running_loop()
         self.takes: asyncio.Future[tuple[bool, int] | None] = loop.create_future()
-        self.over: asyncio.Future[str | None] = loop.create_future()
+        self.over: asyncio.Future[str] = loop.create_future()
         self._line, self._stream = line, stream
 
     def said(self, accepted: bool, ongoing: int) -> None:
         if not self.takes.done():
             self.takes.set_result((accepted, ongoing))
 
-    def end(self, why: str | None) -> None:
+    def end(self, why: str) -> None:
         if not self.takes.done():
             self.takes.set_result(None)
         if not self.over.done():
@@ -259,10 +260,9 @@ class _Line(Framed):
         elif kind == END:
             if inlet is not None:
                 inlet.ended(self, number)
-            self._close(stream, None)
         elif kind == TAKES and len(entry) == 4:
             self._takes(stream, inlet, number, bool(entry[3]))
-        elif kind == FAILED and len(entry) == 4:
+        elif kind == OVER and len(entry) == 4:
             self._close(stream, str(entry[3]))
         elif kind == PART and len(entry) == 4 and isinstance(entry[3], bytes):
             if inlet is not None:
@@ -296,7 +296,7 @@ class _Line(Framed):
             inlet.taken_over(self)
         opened.said(accepted, ongoing)
 
-    def _close(self, stream: int, why: str | None) -> None:
+    def _close(self, stream: int, why: str) -> None:
         if (opened := self._opened.pop(stream, None)) is not None:
             opened.end(why)
 

@@ -35,8 +35,8 @@ from serve_app.channel.wire import (
     cost,
     lost_parcel,
     pack_end,
-    pack_failed,
     pack_item,
+    pack_over,
     pack_part,
     pack_takes,
     unpack,
@@ -48,8 +48,8 @@ GREETING_WITHIN_S = 5.0
 # Connections that have not shown the secret yet.
 MAX_STRANGERS = 64
 DRAIN_S, DRAIN_POLL_S = 5.0, 0.02
-# How long the word that a stream is taken may wait for its first item, to share a message with it.
-TAKES_WITHIN_S = 0.005
+# What only Serve's accounts at the other end wait for may wait so long to share a message with items.
+ACCOUNTS_WITHIN_S = 0.002
 
 
 class Entrance(Protocol):
@@ -130,17 +130,18 @@ class _Line(Framed):
             call = entrance(about, job_of(packed), ticket)
             async with contextlib.aclosing(call):  # type: ignore[type-var]
                 accepted, ongoing = await anext(call)
-                # No reader of the stream waits for this; Serve's accounts there do.
-                self.send(pack_takes(ticket.stream, ongoing, accepted), TAKES_WITHIN_S if accepted else 0.0)
+                self.send(pack_takes(ticket.stream, ongoing, accepted), ACCOUNTS_WITHIN_S if accepted else 0.0)
                 async for _ in call:
                     pass  # its parcels say what the channel has said
         except asyncio.CancelledError:
-            self.send(pack_failed(ticket.stream, "CancelledError"))
+            self.send(pack_over(ticket.stream, "CancelledError"))
             raise
         except Exception as error:
             if not isinstance(error, ChannelError):  # Serve has logged what came from the replica
                 logger.debug("a call over the channel failed", exc_info=error)
-            self.send(pack_failed(ticket.stream, type(error).__name__))
+            self.send(pack_over(ticket.stream, type(error).__name__))
+        else:
+            self.send(pack_over(ticket.stream), ACCOUNTS_WITHIN_S)
 
     def _left(self, stream: int) -> None:
         if (task := self._running.get(stream)) is not None:

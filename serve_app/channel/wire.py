@@ -29,7 +29,7 @@ MAX_MESSAGE, MAX_GREETING = 8 * 1024 * 1024, 64 * 1024
 PIECE, MAX_ITEM = 1024 * 1024, 256 * 1024 * 1024
 # What an item counts against a stream's window beside its data.
 ITEM_OVERHEAD = 64
-ITEM, END, PART, TAKES, FAILED = range(5)
+ITEM, END, PART, TAKES, OVER = range(5)
 HEADER = struct.Struct(">I")
 _HEAD, _ARRAY = struct.Struct(">IBI"), 5
 
@@ -128,9 +128,10 @@ def pack_takes(stream: int, ongoing: int, accepted: bool) -> bytes:
     return packed
 
 
-def pack_failed(stream: int, name: str) -> bytes:
-    """One entry: a stream's call ended with an exception of that name, which the replica logged."""
-    packed: bytes = msgpack.packb((FAILED, stream, 0, name))
+def pack_over(stream: int, raised: str = "") -> bytes:
+    """One entry: the call of a stream that was opened here counts no more. `raised`: the name of an exception, which
+    the replica logged."""
+    packed: bytes = msgpack.packb((OVER, stream, 0, raised))
     return packed
 
 

@@ -44,7 +44,7 @@ def open_over_channel(pending: PendingRequest, replica: RunningReplica) -> Chann
 
 
 class ChannelResult(ReplicaResult):
-    """What Serve holds of such a call. No items come by it; it ends when the stream does."""
+    """What Serve holds of such a call. No items come by it; it ends when the replica no longer counts it."""
 
     def __init__(self, opened: Opened, actor_id: ActorID) -> None:
         self._opened, self._actor_id = opened, actor_id
@@ -64,7 +64,7 @@ class ChannelResult(ReplicaResult):
 
     async def __anext__(self) -> NoReturn:
         why = await self._opened.over
-        if why is None:
+        if not why:
             raise StopAsyncIteration
         if why == "lost":
             raise self._lost()
@@ -79,10 +79,8 @@ class ChannelResult(ReplicaResult):
         return ActorUnavailableError("The connection to the replica ended.", self._actor_id.binary())
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """It is called with the error where the replica is lost, else with None."""
-        self._opened.over.add_done_callback(
-            lambda over: callback(self._lost() if not over.cancelled() and over.result() == "lost" else None)
-        )
+        """It is told nothing, as with gRPC: whoever reads the stream learns how it ended."""
+        self._opened.over.add_done_callback(lambda _: callback(None))
 
     def cancel(self) -> None:
         self._opened.leave()

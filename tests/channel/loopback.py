@@ -131,6 +131,7 @@ class Loopback:
         self.replica = await make_replica()
         self.entered: list[About] = []
         self.capacity = 1000
+        self.finish: asyncio.Event | None = None
         if listen:
             await self.replica._outlets.open("127.0.0.1", "r", self._enter if opens else None)
         self.handle = Handle(self.replica)
@@ -146,6 +147,8 @@ class Loopback:
             async with aclosing(self.replica.stream(job, ticket)) as parcels:  # type: ignore[type-var]
                 async for parcel in parcels:
                     yield parcel
+        if self.finish is not None:
+            await self.finish.wait()
 
     def ways(self) -> dict[str, float]:
         """How often streams began in each way."""

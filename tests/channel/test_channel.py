@@ -442,10 +442,23 @@ async def test_a_stream_opened_over_the_channel_brings_serve_what_it_counts_by(o
     assert opening.entered == [About("id", "internal", "/v1", "app")]
     assert opening.ways() == {"connecting": 1, "opened": 1}
     await collect(items)
+    async with asyncio.timeout(5):
+        with pytest.raises(StopAsyncIteration):
+            await result.__anext__()
     await asyncio.sleep(0)
     assert ended == [None]
-    with pytest.raises(StopAsyncIteration):
-        await result.__anext__()
+
+
+async def test_a_call_counts_until_the_replica_has_finished_with_it(opening: Loopback) -> None:
+    """The client has its answer by then; the place that it leaves is there once Serve is told."""
+    opening.finish = asyncio.Event()
+    await collect(opening.backend.generate(make_job("a b", stream=True)))
+    over = opening.handle.calls[-1].result._opened.over
+    await asyncio.sleep(0.05)
+    assert not over.done()
+    opening.finish.set()
+    async with asyncio.timeout(5):
+        assert await over == ""
 
 
 async def test_a_replica_that_is_full_says_so(opening: Loopback) -> None:
