@@ -104,7 +104,7 @@ def pack_item(stream: int, number: int, item: Item) -> bytes:
     """One entry."""
     progress = [(p.choice, p.token_ids, p.finished, p.usage and _usage(p.usage), p.offset) for p in item.progress]
     error = None if item.error is None else _error(item.error)
-    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error, item.replica
+    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error, item.replica, item.last
     # An engine's numbers may be some library's.
     packed: bytes = msgpack.packb(entry, default=int)
     return packed
@@ -196,14 +196,14 @@ def unpack_one(entry: bytes | bytearray) -> list[Any]:
 def item_of(entry: Sequence[Any]) -> Item:
     """The item of an entry that `pack_item` made. Raises ChannelError."""
     try:
-        _, _, _, data, tokens, content, progress, error, replica = entry
+        _, _, _, data, tokens, content, progress, error, replica, last = entry
         if not (isinstance(data, bytes) and isinstance(tokens, int)):
             raise TypeError
         parts = tuple(
             Progress(choice, tuple(ids), finished, usage and usage_of(usage), offset and (offset[0], offset[1]))
             for choice, ids, finished, usage, offset in progress
         )
-        return Item(data, tokens, bool(content), error and _error_of(error), parts, str(replica))
+        return Item(data, tokens, bool(content), error and _error_of(error), parts, str(replica), bool(last))
     except (TypeError, ValueError, IndexError) as wrong:
         raise ChannelError(f"not an item: {type(wrong).__name__}") from None
 

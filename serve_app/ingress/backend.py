@@ -69,6 +69,8 @@ class HandleBackend:
         try:
             with _ray_errors():
                 async for item in stream:
+                    # The call ends by itself, a little later.
+                    finished = item.last
                     yield item
             finished = True
         finally:
@@ -154,8 +156,9 @@ class ChannelBackend(HandleBackend):
                 if not counted:
                     counted = True
                     self._metrics.channel_streams.labels(inlet.way).inc()
+                # The call ends by itself, a little later.
+                finished = item.last
                 yield item
-            # The call ends by itself, a little later.
             finished = True
         finally:
             inlet.close()

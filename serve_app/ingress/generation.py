@@ -106,12 +106,16 @@ class Generation(Response):
                 return await self._whole(first, items, n)
             self._streaming = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            if first.last:
+                return first.data
             await send({"type": "http.response.body", "body": first.data, "more_body": True})
             async for item in items:
                 if item.error is not None:
                     self._fail(item.error)
                     return item.data
                 self._seen(item, n)
+                if item.last:
+                    return item.data
                 await send({"type": "http.response.body", "body": item.data, "more_body": True})
         return b""
 

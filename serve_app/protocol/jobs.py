@@ -86,7 +86,7 @@ class Item:
         error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
         progress: of a stream, the tokens behind `data`, from which another replica could go on.
         replica: with an error, whose it is, as routers name it; empty where nobody routes.
-        last: none follows, as far as its maker knows; for whoever passes it on, who need not tell the reader.
+        last: its maker knows that none follows; the reader need not wait to learn it.
     """
 
     data: bytes = b""
@@ -95,7 +95,7 @@ class Item:
     error: ServeError | None = None
     progress: tuple[Progress, ...] = ()
     replica: str = ""
-    last: bool = field(default=False, compare=False)
+    last: bool = False
 
 
 def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messages: int) -> Job:
