@@ -122,26 +122,34 @@ class _Line(Framed):
         entrance = self._outlets.entrance
         if entrance is None or ticket.stream in self._running:
             raise ChannelError("not a stream")
-        task = self._running[ticket.stream] = self._loop.create_task(self._run(entrance, ticket, about, job))
-        task.add_done_callback(lambda _: self._running.pop(ticket.stream))
+        self._running[ticket.stream] = self._loop.create_task(self._run(entrance, ticket, about, job))
 
     async def _run(self, entrance: Entrance, ticket: Ticket, about: About, packed: bytes) -> None:
+        raised, within_s = "", 0.0
         try:
             call = entrance(about, job_of(packed), ticket)
             async with contextlib.aclosing(call):  # type: ignore[type-var]
                 accepted, ongoing = await anext(call)
-                self.send(pack_takes(ticket.stream, ongoing, accepted), ACCOUNTS_WITHIN_S if accepted else 0.0)
+                if not accepted:
+                    # It may come again as soon as this is read.
+                    del self._running[ticket.stream]
+                    self.send(pack_takes(ticket.stream, ongoing, False))
+                    return
+                self.send(pack_takes(ticket.stream, ongoing, True), ACCOUNTS_WITHIN_S)
                 async for _ in call:
                     pass  # its parcels say what the channel has said
-        except asyncio.CancelledError:
-            self.send(pack_over(ticket.stream, "CancelledError"))
-            raise
-        except Exception as error:
-            if not isinstance(error, ChannelError):  # Serve has logged what came from the replica
-                logger.debug("a call over the channel failed", exc_info=error)
-            self.send(pack_over(ticket.stream, type(error).__name__))
-        else:
-            self.send(pack_over(ticket.stream), ACCOUNTS_WITHIN_S)
+            within_s = ACCOUNTS_WITHIN_S
+        except BaseException as error:
+            raised = type(error).__name__
+            if not isinstance(error, Exception):
+                raise
+            logger.debug(
+                "a call over the channel failed", exc_info=error
+            )  # Serve has logged what came from the replica
+        finally:
+            if self._running.get(ticket.stream) is asyncio.current_task():
+                del self._running[ticket.stream]
+                self.send(pack_over(ticket.stream, raised), within_s)
 
     def _left(self, stream: int) -> None:
         if (task := self._running.get(stream)) is not None:
@@ -179,7 +187,7 @@ class _Line(Framed):
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_result(None)
-        for task in self._running.values():
+        for task in list(self._running.values()):
             task.cancel()
         self._outlets.gone(self)
 

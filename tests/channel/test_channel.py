@@ -475,6 +475,21 @@ async def test_a_replica_that_is_full_says_so(opening: Loopback) -> None:
     assert (await inlet.next(), await inlet.next()) == (Item(b"x"), None)
 
 
+async def test_a_stream_that_was_refused_may_come_again_at_once(opening: Loopback) -> None:
+    """What the replica says of the first try is nothing to the second."""
+    inlet = opening.backend._inlets.open()  # type: ignore[union-attr]
+    for capacity, accepted in ((0, False), (1000, True)):
+        opening.capacity = capacity
+        result = open_over_channel(pending(make_job("a delay=0.02 repeat=3"), inlet.ticket), REPLICA)
+        assert result is not None
+        assert (await result.get_rejection_response()).accepted is accepted
+    while item := await inlet.next():
+        last = item
+    assert last.last
+    with pytest.raises(StopAsyncIteration):
+        await result.__anext__()
+
+
 async def test_a_connection_lost_before_the_replica_took_the_stream_lets_serve_ask_another(opening: Loopback) -> None:
     """Nothing was sent of it, and Serve does so without a word to the client."""
     inlet = opening.backend._inlets.open()  # type: ignore[union-attr]
