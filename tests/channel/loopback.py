@@ -143,7 +143,9 @@ class Loopback:
         self.entered.append(about)
         accepted = len(self.entered) <= self.capacity
         yield accepted, len(self.entered)
-        if accepted:
+        if not accepted:
+            await asyncio.sleep(0.01)  # whatever it still does
+        else:
             async with aclosing(self.replica.stream(job, ticket)) as parcels:  # type: ignore[type-var]
                 async for parcel in parcels:
                     yield parcel
