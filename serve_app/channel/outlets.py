@@ -143,9 +143,8 @@ class _Line(Framed):
             raised = type(error).__name__
             if not isinstance(error, Exception):
                 raise
-            logger.debug(
-                "a call over the channel failed", exc_info=error
-            )  # Serve has logged what came from the replica
+            # Serve has logged what came from the replica.
+            logger.debug("a call over the channel failed", exc_info=error)
         finally:
             if self._running.get(ticket.stream) is asyncio.current_task():
                 del self._running[ticket.stream]

@@ -73,9 +73,9 @@ class ChannelResult(ReplicaResult):
     def _failure(self) -> RayServeException | None:
         """What the replica raised of itself."""
         why = self._opened.over.result()
-        return (
-            None if why in ("", "lost", "left", "CancelledError") else RayServeException(f"The replica raised {why}.")
-        )
+        if why in ("", "lost", "left", "CancelledError"):
+            return None
+        return RayServeException(f"The replica raised {why}.")
 
     def _lost(self) -> ActorUnavailableError:
         return ActorUnavailableError("The connection to the replica ended.", self._actor_id.binary())
