@@ -42,6 +42,27 @@ ENGINE_FACTORY = "serve_app.engines:create_engine"
 Event = tuple[int, Chunk | Exception | None]
 
 
+class Events:
+    """What a job's prompts made, for one reader, which always takes all of it."""
+
+    def __init__(self) -> None:
+        self._made: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._made.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def all(self) -> list[Event]:
+        """What there is, once there is something."""
+        if not self._made:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        made, self._made = self._made, []
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The outcome of a short call: a value, or the error a client shall see."""
@@ -90,7 +111,7 @@ class Replica:
         Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
         was sent.
         """
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+        queue = Events()
         self._note_arrival(job)
         tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
         key = object()
@@ -125,19 +146,19 @@ class Replica:
                 fields = {"request_id": job.origin.request_id, "prompt": prompt}
                 logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
 
-    async def _pump(self, work: Work, queue: asyncio.Queue[Event], job: Job) -> None:
+    async def _pump(self, work: Work, queue: Events, job: Job) -> None:
         prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for made in chunks:
                     chunk = made if choice is None else replace(made, index=choice)
-                    queue.put_nowait((prompt, chunk))
+                    queue.put((prompt, chunk))
                     if self._tracer is not None and chunk.trail is not None:
                         self._tracer.choice(job.origin, chunk)
         except Exception as error:
-            queue.put_nowait((prompt, error))
+            queue.put((prompt, error))
         else:
-            queue.put_nowait((prompt, None))
+            queue.put((prompt, None))
 
     def _as_serve_error(self, error: Exception, job: Job) -> ServeError:
         if isinstance(error, ServeError):
@@ -221,13 +242,13 @@ def load(path: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 
 
-async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+async def _stream(job: Job, queue: Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens = Renderer(job), 0
     progress: list[Progress] = []
     if not running:  # all was said but the end
         yield Item(data=renderer.end(), last=True)
     while running:
-        events = await _drain(queue)
+        events = await queue.all()
         data: list[bytes] = []
         content = False
         failure: Exception | None = None
@@ -256,11 +277,11 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
             raise failure
 
 
-async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+async def _collect(job: Job, queue: Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
-        for prompt, event in await _drain(queue):
+        for prompt, event in await queue.all():
             if isinstance(event, Chunk):
                 if event.finish_reason == "abort":
                     raise _aborted()
@@ -277,14 +298,6 @@ async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> Async
             yield Item(tokens=tokens)
             tokens = 0
     yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress), last=True)
-
-
-async def _drain(queue: asyncio.Queue[Event]) -> list[Event]:
-    """What there is, once there is something."""
-    events = [await queue.get()]
-    while not queue.empty():
-        events.append(queue.get_nowait())
-    return events
 
 
 def _aborted() -> ServeError:

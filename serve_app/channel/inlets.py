@@ -136,7 +136,8 @@ class Inlet:
         return self._total is not None and self._next >= self._total
 
     def _add(self, number: int, item: Item, taken: bool = False) -> None:
-        self._held += cost(item)
+        size = cost(item)
+        self._held += size
         if number == self._next and not self._early:
             self._ready.append(item)
             self._next += 1
@@ -147,7 +148,7 @@ class Inlet:
                 self._next += 1
         if taken:
             # It is nothing that the channel's window counts.
-            self._taken -= cost(item)
+            self._taken -= size
         if self._ready:
             self._wake()
 
@@ -180,8 +181,9 @@ class Inlet:
             finally:
                 self._waiter = None
         item = self._ready.popleft()
-        self._taken += cost(item)
-        self._held -= cost(item)
+        size = cost(item)
+        self._taken += size
+        self._held -= size
         if self._room is not None and not self._room.done() and not self._full():
             self._room.set_result(None)
         if self._taken >= self.ticket.window // 2 and self.line is not None:
@@ -250,9 +252,12 @@ class _Line(Framed):
             self._entry(entry)
 
     def _entry(self, entry: list[Any]) -> None:
-        if len(entry) < 3 or not all(isinstance(value, int) for value in entry[:3]):
+        try:
+            kind, stream, number = entry[:3]
+        except ValueError:
+            raise ChannelError("not an entry") from None
+        if not (isinstance(kind, int) and isinstance(stream, int) and isinstance(number, int)):
             raise ChannelError("not an entry")
-        kind, stream, number = entry[:3]
         inlet = self._inlets.inlet(stream)
         if kind == ITEM:
             if inlet is not None:  # else its client left

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import InvalidRequest, ServeError, Unsupported
@@ -75,9 +75,8 @@ class Job:
         return len(self.requests) * self.requests[0].sampling.n
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """What a replica yields for a job.
+class Item(NamedTuple):
+    """What a replica yields for a job. A tuple, since one is made for every step of every stream, twice.
 
     Attributes:
         data: finished SSE frames; for `stream: false` nothing in a first item, which comes with the first tokens where
