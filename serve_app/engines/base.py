@@ -58,23 +58,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTool:
-    """The one tool that an answer must call."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt, as text, as token ids, or as chat messages (exactly one of them is given).
 
     `messages` and `tools` are plain OpenAI dictionaries; the engine renders its chat template.
 
     `tools`: what the answer may call, only for engines whose `ModelInfo.tools` says so; None where none may be called.
-    `tool_choice`: "auto", "required", or the name of the one tool to call, as `NamedTool`. `parallel_tool_calls`:
-    whether the answer may have several calls. `reasoning_effort`: OpenAI's word for how much to reason, "none" for not
-    at all, None for the model's own way. `separate_reasoning`: whether reasoning is told apart from the answer, where
-    `ModelInfo.reasoning` says that the engine can.
+    `tool_choice`: whether it may call or must; `named_tool`: of these tools it must call this one.
+    `parallel_tool_calls`: whether the answer may have several calls. `reasoning_effort`: OpenAI's word for how much to
+    reason, "none" for not at all, None for the model's own way. `separate_reasoning`: whether reasoning is told apart
+    from the answer, where `ModelInfo.reasoning` says that the engine can.
 
     `emitted`: tokens that another engine already emitted for this prompt, where `n` is 1. The engine goes on behind
     them as if it had emitted them itself: its chunks hold only what is new, limits and usage count all, and stop
@@ -88,7 +81,8 @@ class GenerateRequest:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tool_choice: Literal["auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["auto", "required"] = "auto"
+    named_tool: str | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     separate_reasoning: bool = True

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator
 
-from serve_app.engines.base import ModelInfo, NamedTool
+from serve_app.engines.base import ModelInfo
 from serve_app.errors import InvalidRequest, Unsupported
 from serve_app.protocol.messages import Wire
 
@@ -96,9 +96,9 @@ def tool_fields(
     for index, tool in enumerate(tools):
         if tool.function.strict and not info.grammars:
             raise Unsupported("strict needs an engine with grammars.", param=f"tools[{index}].function.strict")
-    wanted = NamedTool(choice.function.name) if isinstance(choice, NamedToolChoice) else choice or "auto"
     return {
         "tools": tuple(tool.model_dump(exclude_none=True) for tool in tools),
-        "tool_choice": wanted,
+        "tool_choice": "auto" if choice in (None, "auto") else "required",
+        "named_tool": choice.function.name if isinstance(choice, NamedToolChoice) else None,
         "parallel_tool_calls": parallel is not False,
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.engines.base import GenerateRequest, ModelInfo, NamedTool
+from serve_app.engines.base import GenerateRequest, ModelInfo
 from serve_app.errors import InvalidRequest, Unsupported
 from serve_app.protocol import ChatRequest, TokenizeRequest, chat_job, parse_object, tokenize_request, validate
 from serve_app.protocol.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_CHARS
@@ -120,11 +120,17 @@ def test_tools_reach_the_engine_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("choice", "wanted"),
-    [("auto", "auto"), (None, "auto"), ("required", "required"), (named("f"), NamedTool("f"))],
+    [
+        ("auto", ("auto", None)),
+        (None, ("auto", None)),
+        ("required", ("required", None)),
+        (named("f"), ("required", "f")),
+    ],
 )
 def test_the_choice_reaches_the_engine(choice: Any, wanted: Any) -> None:
     fields = {} if choice is None else {"tool_choice": choice}
-    assert asked(tools=[tool()], parallel_tool_calls=False, **fields).tool_choice == wanted
+    request = asked(tools=[tool()], **fields)
+    assert (request.tool_choice, request.named_tool) == wanted
 
 
 def test_several_calls_may_be_forbidden() -> None:

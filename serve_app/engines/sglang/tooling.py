@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from serve_app.config import SglangConfig
-from serve_app.engines.base import GenerateRequest, NamedTool
+from serve_app.engines.base import GenerateRequest
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.parsed import Reader
 from serve_app.engines.sglang.reading import ReasoningReader, ToolParser, ToolReader
@@ -131,8 +131,9 @@ class Tooling:
 
         kwargs = dict(request.chat_template_kwargs)
         effort = kwargs.pop("reasoning_effort", None)  # a template's variable of this name is the same wish
-        choice = request.tool_choice
-        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice
+        choice: Any = request.tool_choice
+        if request.named_tool is not None:
+            choice = {"type": "function", "function": {"name": request.named_tool}}
         try:
             return ChatCompletionRequest.model_validate(
                 {
@@ -140,7 +141,7 @@ class Tooling:
                     "chat_template_kwargs": kwargs,
                     "reasoning_effort": request.reasoning_effort or effort,
                     "tools": tools or None,
-                    "tool_choice": named if tools else "none",
+                    "tool_choice": choice if tools else "none",
                     "parallel_tool_calls": request.parallel_tool_calls,
                 }
             )
@@ -282,16 +283,14 @@ def _checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _prompt(request: GenerateRequest, asked: Any, tools: Sequence[Mapping[str, Any]]) -> GenerateRequest:
     """Of one tool to be called the template sees no others, as SGLang has it."""
-    choice = request.tool_choice
-    shown = [t for t in tools if not isinstance(choice, NamedTool) or t["function"]["name"] == choice.name]
+    shown = [tool for tool in tools if request.named_tool in (None, tool["function"]["name"])]
     effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
     return replace(request, tools=shown or None, chat_template_kwargs={**effort, **(asked.chat_template_kwargs or {})})
 
 
 def _allowed(request: GenerateRequest, tools: Sequence[Any]) -> list[Any]:
     """Those that an answer may call."""
-    choice = request.tool_choice
-    return [tool for tool in tools if not isinstance(choice, NamedTool) or tool.function.name == choice.name]
+    return [tool for tool in tools if request.named_tool in (None, tool.function.name)]
 
 
 def _takes_any_json(detector: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.engines.base import NamedTool
 from serve_app.errors import InvalidRequest
 from tests.engines.sglang.parsers import TOOLS, Rig, write_marked
 
@@ -202,7 +201,7 @@ def test_an_array_of_calls_is_read_where_the_grammar_is_one(
 
 def test_an_array_that_ends_before_its_first_call_is_text(path: Path) -> None:
     rig = Rig(path, "qwen", backend="llguidance")
-    assert rig.told(rig.plan(tool_choice=NamedTool("now")), '[{"na').content == '[{"na'
+    assert rig.told(rig.plan(tool_choice="required", named_tool="now"), '[{"na').content == '[{"na'
 
 
 def test_tokens_that_already_end_the_answer_cannot_be_continued(path: Path) -> None:

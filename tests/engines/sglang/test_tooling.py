@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.config import SglangConfig, load_config
-from serve_app.engines.base import GenerateRequest, NamedTool, SamplingParams
+from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.engines.local.prompts import PromptRenderer
 from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.loading import prepare
@@ -83,23 +83,23 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("parser", "backend", "written"), FORMATS)
-@pytest.mark.parametrize("choice", ["required", NamedTool("weather")])
+@pytest.mark.parametrize("named", [None, "weather"])
 def test_an_answer_that_must_call_is_held_to_what_is_read_as_a_call(
     path: Path,
     compiled: Callable[[Rig, Plan], Callable[[str], bool]],
     parser: str,
     backend: str,
     written: Callable[[str, str], str],
-    choice: Any,
+    named: str | None,
 ) -> None:
     rig = Rig(path, parser, backend=backend)
-    plan = rig.plan(tool_choice=choice)
+    plan = rig.plan(tool_choice="required", named_tool=named)
     accepts = compiled(rig, plan)
     good = written("weather", '{"city": "x"}')
     assert accepts(good) and rig.told(plan, good).called == [("weather", {"city": "x"})]
     assert not accepts("") and not accepts("Hello.")
     assert not accepts(written("nope", "{}")) and not accepts(written("weather", "5"))
-    assert accepts(written("now", "{}")) == (choice == "required")
+    assert accepts(written("now", "{}")) == (named is None)
 
 
 @pytest.mark.parametrize(("parser", "backend", "written"), FORMATS[:2])
@@ -137,7 +137,7 @@ def rendered(rig: Rig, plan: Plan) -> str:
 def test_the_template_sees_the_tools(path: Path) -> None:
     rig = Rig(path, "qwen")
     assert all(f'"name": "{name}"' in rendered(rig, rig.plan()) for name in ("weather", "now"))
-    assert "weather" not in rendered(rig, rig.plan(tool_choice=NamedTool("now")))
+    assert "weather" not in rendered(rig, rig.plan(tool_choice="required", named_tool="now"))
     assert "now" not in rendered(rig, rig.plan(tools=None))
 
 
