@@ -124,7 +124,9 @@ def _begun(message: Any) -> _Running:
     return _Running(message, stats, len(message.input_ids))
 
 
-def _emit(socket: Any, send: Callable[..., None], running: dict[str, _Running], rows: list[_Running], most: int) -> None:
+def _emit(
+    socket: Any, send: Callable[..., None], running: dict[str, _Running], rows: list[_Running], most: int
+) -> None:
     counts = [min(most, row.asked.sampling_params.max_new_tokens - row.sent) for row in rows]
     for row, count in zip(rows, counts, strict=True):
         row.sent += count
@@ -144,7 +146,9 @@ def _batch(rows: list[_Running], counts: list[int], finish: dict[str, Any] | Non
 
     size = len(rows)
     # Printable tokens of the laptop model, other ones in each block.
-    blocks = [array("q", range(1000 + row.sent, 1000 + row.sent + count)) for row, count in zip(rows, counts, strict=True)]
+    blocks = [
+        array("q", range(1000 + row.sent, 1000 + row.sent + count)) for row, count in zip(rows, counts, strict=True)
+    ]
     limits = [row.asked.sampling_params.max_new_tokens for row in rows]
     nothing = dict.fromkeys(
         (

@@ -9,6 +9,7 @@ What this module does not do: expose HTTP (see `exporter`), or know engines and 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -31,6 +32,16 @@ _EXEMPLAR_ROOM = 128 - len(_EXEMPLAR_LABEL)
 def exemplar(request_id: str) -> dict[str, str] | None:
     """What links a sample to one request's log lines and trace; None for an id that is too long for the format."""
     return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
+
+
+def observe_times(histogram: Histogram, amount: float, times: int) -> None:
+    """`histogram.observe(amount)`, so many times, at the cost of one.
+
+    Args:
+        histogram: with its labels.
+    """
+    histogram._sum.inc(amount * times)
+    histogram._buckets[bisect_left(histogram._upper_bounds, amount)].inc(times)
 
 
 def _gauge(registry: CollectorRegistry, name: str, help: str, *labels: str) -> Gauge:

@@ -88,7 +88,7 @@ class Replica:
         Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
         was sent.
         """
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+        queue = _Events()
         self._note_arrival(job)
         tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
         key = object()
@@ -122,19 +122,19 @@ class Replica:
                 fields = {"request_id": job.origin.request_id, "prompt": prompt}
                 logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
 
-    async def _pump(self, work: Work, queue: asyncio.Queue[Event], job: Job) -> None:
+    async def _pump(self, work: Work, queue: _Events, job: Job) -> None:
         prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for made in chunks:
                     chunk = made if choice is None else replace(made, index=choice)
-                    queue.put_nowait((prompt, chunk))
+                    queue.put((prompt, chunk))
                     if self._tracer is not None and chunk.trail is not None:
                         self._tracer.choice(job.origin, chunk)
         except Exception as error:
-            queue.put_nowait((prompt, error))
+            queue.put((prompt, error))
         else:
-            queue.put_nowait((prompt, None))
+            queue.put((prompt, None))
 
     def _as_serve_error(self, error: Exception, job: Job) -> ServeError:
         if isinstance(error, ServeError):
@@ -200,6 +200,27 @@ class Replica:
             await asyncio.to_thread(self._tracer.close)  # type: ignore[union-attr]
 
 
+class _Events:
+    """What a job's prompts have made and nobody has taken: all of it at once."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """At least one."""
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        return events
+
+
 def _own_names() -> tuple[str, str]:
     """As routers and as metrics name this replica; outside of Serve there is only one."""
     try:
@@ -218,15 +239,13 @@ def load(path: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 
 
-async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+async def _stream(job: Job, queue: _Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens = Renderer(job), 0
     progress: list[Progress] = []
     if not running:  # all was said but the end
         yield Item(data=renderer.end())
     while running:
-        events = [await queue.get()]
-        while not queue.empty():
-            events.append(queue.get_nowait())
+        events = await queue.take()
         data: list[bytes] = []
         content = False
         failure: Exception | None = None
@@ -254,26 +273,26 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
             raise failure
 
 
-async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+async def _collect(job: Job, queue: _Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
-        prompt, event = await queue.get()
-        if isinstance(event, Chunk):
-            if event.finish_reason == "abort":
-                raise _aborted()
-            renderer.collect(prompt, event)
-            if event.finish_reason is not None:
-                progress.append(renderer.progress(prompt, event))
-            tokens += len(event.token_ids)
-            if not begun:
-                begun = True
-                yield Item(tokens=tokens)
-                tokens = 0
-        elif event is None:
-            running -= 1
-        else:
-            raise event
+        for prompt, event in await queue.take():
+            if isinstance(event, Chunk):
+                if event.finish_reason == "abort":
+                    raise _aborted()
+                renderer.collect(prompt, event)
+                if event.finish_reason is not None:
+                    progress.append(renderer.progress(prompt, event))
+                tokens += len(event.token_ids)
+                if not begun:
+                    begun = True
+                    yield Item(tokens=tokens)
+                    tokens = 0
+            elif event is None:
+                running -= 1
+            else:
+                raise event
     yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
 
 
