@@ -20,7 +20,6 @@ What it does not do: load weights, or measure a scheduler.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import mmap
 import os

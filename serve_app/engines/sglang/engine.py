@@ -199,7 +199,7 @@ class SglangEngine:
             submission.send(_failure(error))
 
     def _take(self, host: Host, submission: Submission, choice: Choice, output: dict[str, Any]) -> None:
-        """On SGLang's loop: what the scheduler made of a choice in one step. Others share the step: nothing is raised."""
+        """On SGLang's loop: what a step made of a choice. Others share the step: nothing is raised."""
         if choice.over:
             return
         try:

@@ -33,7 +33,7 @@ def manager_class() -> Any:
     from sglang.srt.managers.io_struct import BatchTokenIDOutput, sock_recv, sock_send
     from sglang.srt.managers.tokenizer_manager import TokenizerManager, _slice_streaming_output_meta_info
 
-    class StepManager(TokenizerManager):  # type: ignore[misc]  # SGLang is not typed
+    class StepManager(TokenizerManager):
         """All methods are called on the thread's event loop.
 
         Attributes:
@@ -44,14 +44,14 @@ def manager_class() -> Any:
             super().__init__(server_args, port_args)
             self.after: Callable[[], None] = lambda: None
             self._takers: dict[str, Taker] = {}
-            views = (zmq.Socket.shadow(s) for s in (self.recv_from_detokenizer, self.send_to_scheduler))
-            self._sockets = _Sockets(*views)
+            taken, given = self.recv_from_detokenizer, self.send_to_scheduler
+            self._sockets = _Sockets(zmq.Socket.shadow(taken), zmq.Socket.shadow(given))
             self._gaps: Any = None
             self._observed = bool(server_args.enable_trace or self.crash_dump_folder)
 
         def begin(self, asked: Any, take: Taker) -> None:
-            """Send a GenerateReqInput of one prompt, as token ids, to the scheduler. `take` gets what `generate_request`
-            would have yielded; without what SGLang says of its own times.
+            """Send a GenerateReqInput of one prompt, as token ids, to the scheduler. `take` gets what
+            `generate_request` would have yielded, without what SGLang says of its own times.
 
             Raises:
                 ValueError: SGLang refuses it.
