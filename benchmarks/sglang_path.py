@@ -20,6 +20,7 @@ What it does not do: load weights, or measure a scheduler.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -37,8 +38,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gateway
-from benchmarks.sglang_fleet import Child, questions
+from benchmarks.sglang_fleet import Child
 from deploy.gpu_e2e.closed_loop import Timing, summary
+from deploy.gpu_e2e.stages import STAGGER_S, load_child, load_http
 from load_tests.target import free_port, get
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +51,6 @@ KV_TOKENS, LONGEST = 1 << 20, 2000
 START_S, LOAD_S, IDLE_S = 180.0, 120.0, 2.0
 # The file whose first eight bytes are the step's seconds.
 PACE = "SGLANG_PATH_PACE"
-QUESTIONS = questions(200)
 MODEL = "smollm2-135m"
 TREE: dict[str, Any] = {
     "model": {"id": MODEL, "dtype": "float32", "device": "cpu", "drafter": None, "context_length": 2048},
@@ -210,9 +211,9 @@ class Pace:
 
 
 class Side:
-    """One running system. `load` asks `requests` questions of it, `streams` at a time."""
+    """One running system. `load`: streams, requests, tokens of each, seconds between the streams' starts."""
 
-    def __init__(self, pid: int, load: Callable[[int, int, int], list[Timing]]) -> None:
+    def __init__(self, pid: int, load: Callable[..., list[Timing]]) -> None:
         self.pid, self.load = pid, load
         self._idle: Counter[str] = Counter()
 
@@ -223,10 +224,12 @@ class Side:
         after = gateway.cpu_s(self.pid)
         self._idle = Counter({role: (used - before[role]) / IDLE_S for role, used in after.items()})
 
-    def timed(self, streams: int, requests: int, tokens: int) -> tuple[list[Timing], dict[str, float]]:
+    def timed(
+        self, streams: int, requests: int, tokens: int, stagger_s: float = 0.0
+    ) -> tuple[list[Timing], dict[str, float]]:
         """The timings, and CPU seconds by role, the scripted scheduler's left out."""
         before, began = gateway.cpu_s(self.pid), time.monotonic()
-        timings = self.load(streams, requests, tokens)
+        timings = self.load(streams, requests, tokens, stagger_s)
         took = time.monotonic() - began
         used = {role: s - before[role] - self._idle[role] * took for role, s in gateway.cpu_s(self.pid).items()}
         return timings, {role: s for role, s in used.items() if role != "sglang::scheduler"}
@@ -240,7 +243,7 @@ def measure(side: Side, pace: Pace, streams: list[int], step_s: float) -> dict[s
     for count in streams:
         requests = max(8, 3 * count)
         pace.set(step_s)
-        timings, used = side.timed(count, requests, TOKENS)
+        timings, used = side.timed(count, requests, TOKENS, STAGGER_S)
         tokens = requests * TOKENS
         numbers = summary([timings])
         ideal = count * TOKENS / ((TOKENS - 1) / BLOCK * step_s)
@@ -265,10 +268,9 @@ def in_process(pace: Path, logs: Path) -> tuple[Child, dict[str, Side]]:
     child = Child("in process", TREE, logs / "engine.log", _environment(pace), program)
     child.wait_ready(START_S)
 
-    def load(through: str) -> Callable[[int, int, int], list[Timing]]:
-        def ask(streams: int, requests: int, tokens: int) -> list[Timing]:
-            asked = {"streams": streams, "requests": requests, "tokens": tokens, "questions": QUESTIONS}
-            return [Timing(**t) for t in child.ask("load", LOAD_S, through=through, **asked)["timings"]]
+    def load(through: str) -> Callable[..., list[Timing]]:
+        def ask(streams: int, requests: int, tokens: int, stagger_s: float = 0.0) -> list[Timing]:
+            return load_child(child, through, streams, requests, tokens, LOAD_S, stagger_s)
 
         return ask
 
@@ -276,8 +278,6 @@ def in_process(pace: Path, logs: Path) -> tuple[Child, dict[str, Side]]:
 
 
 def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], Side]:
-    from deploy.gpu_e2e.stages import load_http
-
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with (logs / "http.log").open("w") as log:
@@ -291,7 +291,7 @@ def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], Side]:
             end(process)
             raise RuntimeError(f"the application did not come up: {logs}")
         time.sleep(0.5)
-    return process, Side(process.pid, lambda streams, requests, tokens: load_http(url, streams, requests, tokens))
+    return process, Side(process.pid, functools.partial(load_http, url))
 
 
 def _environment(pace: Path) -> dict[str, str]:

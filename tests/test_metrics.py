@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 
-from serve_app.metrics import EngineMetrics, GatewayMetrics, ProcessMetrics, exemplar
+from serve_app.metrics import EngineMetrics, GatewayMetrics, ProcessMetrics, exemplar, observe_times
 
 UNITS = ("milliseconds", "minutes", "hours", "kilobytes", "megabytes", "percent")
 
@@ -102,3 +102,13 @@ def test_a_request_id_within_the_formats_room_becomes_an_exemplar(length: int) -
 @pytest.mark.parametrize("length", [0, 119])
 def test_no_exemplar_is_better_than_an_invalid_one(length: int) -> None:
     assert exemplar("r" * length) is None
+
+
+@pytest.mark.parametrize("amount", [0.0, 0.25, 0.5, 0.75, 1.0, 1e9])
+def test_many_equal_observations_are_those_one_by_one(amount: float) -> None:
+    at_once, one_by_one = (Histogram("gap", "Gap.", registry=None, buckets=(0.25, 0.5, 1.0)) for _ in range(2))
+    observe_times(at_once, amount, 4)
+    for _ in range(4):
+        one_by_one.observe(amount)
+    found, wanted = ([(s.name, s.labels, s.value) for s in h.collect()[0].samples][:-1] for h in (at_once, one_by_one))
+    assert found == wanted
