@@ -67,6 +67,13 @@ async def test_a_request_counts_from_when_its_stream_was_free_to_ask() -> None:
     first, second, *later = await closed_loop(one, 2, 4)
     assert first.sent == second.sent <= first.end
     assert {timing.sent for timing in later} <= {first.end, second.end, *(timing.end for timing in later)}
+
+
+async def test_streams_can_begin_apart() -> None:
+    async def one(number: int) -> Timing:
+        await asyncio.sleep(0.1)  # so that the first stream does not take both
+        return Timing(number)
+
     apart = await closed_loop(one, 2, 2, stagger_s=0.01)
     assert apart[1].sent - apart[0].sent == pytest.approx(0.01)
 
