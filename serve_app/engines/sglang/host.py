@@ -113,7 +113,7 @@ class Host:
 
     def _run(self) -> None:
         try:
-            with ignore_sigquit(), metrics_directory(self._variables), asyncio.Runner() as runner:
+            with ignore_sigquit(), metrics_directory(self._variables), asyncio.Runner(loop_factory=_new_loop) as runner:
                 runner.run(self._live())
         except BaseException as error:
             if not self._ready.done():
@@ -182,6 +182,13 @@ class Host:
         if engine is not None:
             _close_sockets(engine, engine.tokenizer_manager)
         forget_series()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """The kind that SGLang runs in by itself, and brings."""
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 async def _cancel_everything() -> None:
