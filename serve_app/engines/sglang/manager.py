@@ -90,9 +90,13 @@ def manager_class() -> Any:
                         message = sock_recv(self._sockets.taken, zmq.NOBLOCK)
                     except zmq.Again:
                         readable.clear()
-                        await readable.wait()
+                        with self.soft_watchdog.disable():
+                            await readable.wait()
                     else:
                         await self._message(message)
+                        self.soft_watchdog.feed()
+                        # New requests and aborts get their turn also where the scheduler is faster than this.
+                        await asyncio.sleep(0)
             finally:
                 loop.remove_reader(descriptor)
 

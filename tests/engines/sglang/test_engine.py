@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from serve_app.engines.base import Engine, GenerateRequest, SamplingParams
 from serve_app.engines.local.engine import LocalEngine
 from serve_app.engines.sglang.choice import Choice
 from serve_app.engines.sglang.engine import SglangEngine
-from serve_app.engines.sglang.manager import observe_gaps
+from serve_app.engines.sglang.manager import manager_class, observe_gaps
 from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded, Unsupported
 from tests.engines.local.conftest import VOCAB
 from tests.engines.local.helpers import Answer, collect, request
@@ -333,3 +334,26 @@ def test_gaps_are_counted_as_sglang_counts_them() -> None:
         TokenizerMetricsCollector.observe_inter_token_latency(collector, {"model": "m"}, seconds, count)
     ours, theirs = ([(s.name, s.labels, s.value) for s in h.collect()[0].samples][:-1] for h in (one, other))
     assert ours == theirs
+
+
+async def test_a_fast_scheduler_leaves_turns_to_requests(sglang_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages, turns = iter(range(1000)), 0
+
+    async def take(message: Any) -> None: ...
+
+    async def others() -> None:
+        nonlocal turns
+        while not receiving.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    # There always is a message, until the test ends.
+    monkeypatch.setattr("sglang.srt.managers.io_struct.sock_recv", lambda *_: next(messages))
+    here, there = socket.socketpair()
+    with here, there:
+        manager = object.__new__(manager_class())
+        manager._sockets, manager._message = SimpleNamespace(taken=SimpleNamespace(FD=here.fileno())), take
+        manager.soft_watchdog = SimpleNamespace(feed=lambda: None)
+        receiving = asyncio.ensure_future(manager.handle_loop())
+        _, ended = await asyncio.gather(others(), receiving, return_exceptions=True)
+    assert isinstance(ended, RuntimeError) and turns > 900
