@@ -363,6 +363,9 @@ def main() -> None:
     def take(name: str, side: Side) -> None:
         results[name] = measure(side, pace, streams, options.step_ms / 1000)
         print(f"{name:7} " + "  ".join(f"{key} {value}" for key, value in results[name].items()), flush=True)
+        results["compared"] = compared(results, streams)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
 
     if {"sglang", "engine"} & set(wanted):
         child, sides = in_process(path, logs)
@@ -378,10 +381,7 @@ def main() -> None:
             take("http", side)
         finally:
             end(process)
-    results["compared"] = compared(results, streams)
     print(json.dumps(results["compared"], indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
