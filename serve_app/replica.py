@@ -26,6 +26,7 @@ from ray.serve.exceptions import RayServeException
 from serve_app.channel import Outlets, Parcel, Ticket
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
+from serve_app.entrance import own_entrance
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.logs import adopt_library
@@ -39,6 +40,27 @@ logger = logging.getLogger("ray.serve.ddtree.replica")
 
 ENGINE_FACTORY = "serve_app.engines:create_engine"
 Event = tuple[int, Chunk | Exception | None]
+
+
+class Events:
+    """What a job's prompts made, for one reader, which always takes all of it."""
+
+    def __init__(self) -> None:
+        self._made: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._made.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def all(self) -> list[Event]:
+        """What there is, once there is something."""
+        if not self._made:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        made, self._made = self._made, []
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +98,7 @@ class Replica:
         self._outlets = Outlets()
         if exporters is not None:
             if config.ingress.channel:
-                await self._outlets.open(ray.util.get_node_ip_address())
+                await self._outlets.open(ray.util.get_node_ip_address(), self._id, own_entrance())
             self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
             self._exporter.start()
 
@@ -84,11 +106,12 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Without streaming, an empty item says that generation has begun, and the body follows at the end.
+        timers. Without streaming, an empty item says that generation has begun, unless it has ended as well; the body
+        follows at the end.
         Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
         was sent.
         """
-        queue = _Events()
+        queue = Events()
         self._note_arrival(job)
         tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
         key = object()
@@ -100,7 +123,8 @@ class Replica:
         except Exception as error:
             failure = self._as_serve_error(error, job)
             # The frames are for a client that already has some; a first item is answered by its error alone.
-            yield Item(data=error_frames(failure) if job.stream else b"", error=failure, replica=self._id)
+            said = error_frames(failure) if job.stream else b""
+            yield Item(data=said, error=failure, replica=self._id, last=True)
         finally:
             self._first_tokens.left(key)
             for task in tasks:
@@ -122,7 +146,7 @@ class Replica:
                 fields = {"request_id": job.origin.request_id, "prompt": prompt}
                 logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
 
-    async def _pump(self, work: Work, queue: _Events, job: Job) -> None:
+    async def _pump(self, work: Work, queue: Events, job: Job) -> None:
         prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
@@ -200,27 +224,6 @@ class Replica:
             await asyncio.to_thread(self._tracer.close)  # type: ignore[union-attr]
 
 
-class _Events:
-    """What a job's prompts have made and nobody has taken: all of it at once."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[Event]:
-        """At least one."""
-        while not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        events, self._events = self._events, []
-        return events
-
-
 def _own_names() -> tuple[str, str]:
     """As routers and as metrics name this replica; outside of Serve there is only one."""
     try:
@@ -239,13 +242,13 @@ def load(path: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 
 
-async def _stream(job: Job, queue: _Events, running: int) -> AsyncIterator[Item]:
+async def _stream(job: Job, queue: Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens = Renderer(job), 0
     progress: list[Progress] = []
     if not running:  # all was said but the end
-        yield Item(data=renderer.end())
+        yield Item(data=renderer.end(), last=True)
     while running:
-        events = await queue.take()
+        events = await queue.all()
         data: list[bytes] = []
         content = False
         failure: Exception | None = None
@@ -267,17 +270,18 @@ async def _stream(job: Job, queue: _Events, running: int) -> AsyncIterator[Item]
             data.append(renderer.end())
         joined = b"".join(data)
         if joined:
-            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress))
+            ended = not running and failure is None
+            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress), last=ended)
             progress, tokens = [], 0
         if failure is not None:
             raise failure
 
 
-async def _collect(job: Job, queue: _Events, running: int) -> AsyncIterator[Item]:
+async def _collect(job: Job, queue: Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
-        for prompt, event in await queue.take():
+        for prompt, event in await queue.all():
             if isinstance(event, Chunk):
                 if event.finish_reason == "abort":
                     raise _aborted()
@@ -285,15 +289,15 @@ async def _collect(job: Job, queue: _Events, running: int) -> AsyncIterator[Item
                 if event.finish_reason is not None:
                     progress.append(renderer.progress(prompt, event))
                 tokens += len(event.token_ids)
-                if not begun:
-                    begun = True
-                    yield Item(tokens=tokens)
-                    tokens = 0
             elif event is None:
                 running -= 1
             else:
                 raise event
-    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
+        if tokens and running and not begun:
+            begun = True
+            yield Item(tokens=tokens)
+            tokens = 0
+    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress), last=True)
 
 
 def _aborted() -> ServeError:
