@@ -152,6 +152,36 @@ def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
     assert int(found["content-length"]) == len(body) and b'"code":"not_ready"' in body
 
 
+BACKENDS = """\
+backend default_backend
+    http-request return status 404
+backend near
+    option httpchk GET /-/healthz
+    server own 127.0.0.1:30000 check on-error mark-down
+    server other 10.0.0.12:30000 check on-error mark-down
+    server fallback 127.0.0.1:8500 check backup
+backend far
+    server other 10.0.0.12:30000 check on-error mark-down
+    server fallback 10.0.0.10:8500 check backup
+listen stats
+  bind *:8404
+"""
+
+
+def test_a_nodes_own_ingresses_come_first(tmp_path: Path) -> None:
+    """The others' are reserves beside Serve's own proxy, where there are any of its own."""
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(BACKENDS)
+    env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "")}
+    subprocess.run([proxy.SCRIPT, "-f", config], env=env, capture_output=True, timeout=10, check=True)
+    sections = config.read_text().split("backend ")
+    near, far = (next(text for text in sections if text.startswith(name)) for name in ("near", "far"))
+    servers = [line.split() for line in near.splitlines() if line.startswith("    server")]
+    assert {words[1]: words[-1] == "backup" for words in servers} == {"own": False, "other": True, "fallback": True}
+    assert "option allbackups" in near
+    assert f"backend {far}" in BACKENDS
+
+
 def test_haproxy_takes_what_the_script_writes(tmp_path: Path) -> None:
     choice = proxy.choose("auto", {**os.environ, proxy.ENABLED: "1"})
     if choice.binary is None:
