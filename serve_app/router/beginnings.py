@@ -10,14 +10,14 @@ What this module does not do: choose those replicas (the ring does, for all rout
 from __future__ import annotations
 
 # A beginning gets so many times the replicas that its share of the requests would keep busy, or all of them where that
-# is more than one in `ROOM`: fewer would only be crowded then (benchmarks/routing.py).
-TIMES, ROOM = 8, 4
+# is more than one in `ROOM`: fewer would be crowded (benchmarks/routing.py).
+TIMES, ROOM = 2, 2
 # Of a replica's cache, what all beginnings may take before they are kept apart.
-MOST_OF_CACHE = 0.5
+MOST_OF_CACHE = 0.45
 # Requests that are remembered; half of them when so many more have come.
 WINDOW = 2048
 # So many must have come before a share says anything.
-ENOUGH = 256
+ENOUGH = 64
 
 
 class Beginnings:
