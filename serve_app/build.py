@@ -53,14 +53,14 @@ def bind(
     """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`. `router`: instead of what
     `config.routing` says."""
     tracing.check(config.tracing)
-    log = serve_options(config.logging)
+    # Ingresses write a line about every generation themselves; the others are asked every few seconds.
+    log = serve_options(config.logging, enable_access_log=False)
     directory = _deployment(
         ExporterDirectory,
         name="exporters",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
-        # Every process calls every few seconds.
-        logging_config=serve_options(config.logging, enable_access_log=False),
+        logging_config=log,
     ).bind(config.metrics.heartbeat_s)
     replica, ingress = config.replica, config.ingress
     replicas = _deployment(
@@ -81,13 +81,15 @@ def bind(
     return _deployment(
         Ingress,
         name="ingress",
-        # It writes a line about every generation itself.
-        logging_config=serve_options(config.logging, enable_access_log=False),
+        logging_config=log,
         num_replicas=ingress.num_replicas,
         # It needs no node of its own: the new ones are there before the old ones go.
         max_surge_percent=100,
         max_ongoing_requests=ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
+        # Whatever stands in front, requests that are in a process which hangs wait until it is ended.
+        health_check_period_s=replica.health_check_period_s / CHECKS_PER_PERIOD,
+        health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s + INGRESS_DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(config, replicas, directory)
@@ -111,12 +113,11 @@ def placement_options(config: Config) -> dict[str, Any]:
 
 
 def routing_options(config: Config) -> dict[str, Any]:
-    """Serve's own router is power of two choices."""
+    """Which of our routers, with its settings."""
     routing = config.routing
-    if routing.policy == "power_of_two":
-        return {}
+    kind = {"prefix": "PrefixRouter", "power_of_two": "TwoChoicesRouter"}[routing.policy]
     options: dict[str, Any] = {
-        "request_router_class": "serve_app.router.serve_router.PrefixRouter",
+        "request_router_class": f"serve_app.router.serve_router.{kind}",
         "request_router_kwargs": routing.model_dump(exclude={"policy"}),
         "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
     }

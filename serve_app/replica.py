@@ -199,7 +199,7 @@ class Replica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve now and then, for the routers."""
-        return {"healthy": self._watchdog.failure is None}
+        return {"healthy": self._watchdog.failure is None, "kv_tokens": self._engine.stats().kv_tokens_total}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load."""
