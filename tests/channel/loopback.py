@@ -1,7 +1,7 @@
 """A backend whose handle is a replica of this process, and the replica's sockets seen from outside."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,13 @@ from serve_app.protocol import Item, Job
 from serve_app.replica import Replica
 from serve_app.router.opening import ChannelResult, open_over_channel
 from tests.direct import make_replica
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Fails after 20 s."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 class Call:
@@ -152,15 +159,17 @@ class Loopback:
         if self.finish is not None:
             await self.finish.wait()
 
+    def count(self, series: str) -> float | None:
+        """One of the replica's."""
+        return self.replica._registry.get_sample_value(series)
+
     def ways(self) -> dict[str, float]:
         """How often streams began in each way."""
         samples = next(f for f in self.registry.collect() if f.name == "gateway_channel_streams").samples
         return {s.labels["way"]: s.value for s in samples if s.name.endswith("_total") and s.value}
 
     async def connected(self) -> None:
-        async with asyncio.timeout(5):
-            while not self.replica._outlets._lines:
-                await asyncio.sleep(0.001)
+        await until(lambda: bool(self.replica._outlets._lines))
 
     async def stop(self) -> None:
         if self.backend._inlets is not None:

@@ -30,7 +30,7 @@ from serve_app.errors import EngineFailed, NotReady
 from serve_app.ingress import backend
 from serve_app.protocol import ChatRequest, CompletionRequest, Item, Job, chat_job, completion_job, validate
 from serve_app.router.opening import open_over_channel
-from tests.channel.loopback import REPLICA, Call, Loopback, Peer, collect, given, pending
+from tests.channel.loopback import REPLICA, Call, Loopback, Peer, collect, given, pending, until
 
 INFO = ModelInfo("fake", 4096, 1000, 1)
 
@@ -67,9 +67,7 @@ async def _connected(opens: bool) -> Loopback:
     made = await Loopback.start(opens=opens)
     await collect(made.backend.generate(make_job("a", stream=True)))
     await made.connected()
-    async with asyncio.timeout(5):
-        while opens and made.backend._inlets.line_to("r") is None:  # type: ignore[union-attr]
-            await asyncio.sleep(0.001)
+    await until(lambda: not opens or made.backend._inlets.line_to("r") is not None)  # type: ignore[union-attr]
     return made
 
 
@@ -148,8 +146,9 @@ async def test_the_first_stream_goes_on_its_call_and_the_next_on_the_channel() -
 async def test_a_call_brings_a_message_even_where_all_items_take_the_channel(by_calls: Loopback) -> None:
     """gRPC may lose the metadata of a call without one, and with them Serve's word that the replica took it."""
     await collect(by_calls.backend.generate(make_job("a b", stream=True)))
-    await asyncio.sleep(0.01)
-    assert (by_calls.handle.calls[-1].messages, by_calls.handle.calls[-1].brought) == (1, [])
+    call = by_calls.handle.calls[-1]
+    await until(lambda: call.messages > 0)
+    assert (call.messages, call.brought) == (1, [])
 
 
 async def test_a_stream_moves_to_the_channel_in_its_middle() -> None:
@@ -186,10 +185,12 @@ async def test_a_stream_whose_window_is_full_waits_alone(connect: Connect, liste
             await asyncio.sleep(0)
 
     task = asyncio.create_task(collect(listening.carry(endless(), Ticket("peer", 1, 5000))))  # type: ignore[arg-type]
+    await until(lambda: made >= 6)
     await asyncio.sleep(0.1)
     assert made == 6  # five are on their way, and one waits
     await collect(listening.carry(given([Item(b"y")] * 3), Ticket("peer", 2, 5000)))  # type: ignore[arg-type]
     peer.say(pack_taken(1, 3 * 1064))
+    await until(lambda: made >= 9)
     await asyncio.sleep(0.1)
     assert made == 9
     task.cancel()
@@ -204,11 +205,11 @@ async def test_a_reader_that_stops_stops_its_stream(loopback: Loopback) -> None:
         make_job("word " * 4000, stream=True, max_tokens=4000, logprobs=True, top_logprobs=20)
     )
     await anext(items)
-    await asyncio.sleep(0.5)
     (inlet,) = loopback.backend._inlets._streams.values()  # type: ignore[union-attr]
-    held = inlet._held
-    await asyncio.sleep(0.2)
-    assert inlet._held == held <= 3 * inlets.WINDOW
+    await until(lambda: inlet._held >= inlets.WINDOW // 2)
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+        assert inlet._held <= 3 * inlets.WINDOW
     rest = await collect(items)
     assert sum(item.tokens for item in rest) >= 3999 - 1
 
@@ -245,7 +246,7 @@ async def test_what_the_channel_brought_does_not_hold_up_what_the_call_still_has
             await inlet.room()
         inlet.parcel(Parcel(8, None, True))
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         _, count = await asyncio.gather(call(), _count(inlet))
     assert count == 8
 
@@ -260,30 +261,30 @@ async def _count(inlet: Inlet) -> int:
 
 @pytest.mark.parametrize("where", ["replica", "ingress"])
 async def test_a_lost_connection_is_a_lost_replica_to_every_stream_on_it(loopback: Loopback, where: str) -> None:
-    async def run() -> list[Item]:
-        items: list[Item] = []
+    seen: list[list[Item]] = [[], [], []]
+
+    async def run(items: list[Item]) -> None:
         with pytest.raises(NotReady) as lost:
-            async for item in loopback.backend.generate(make_job("a delay=0.02 repeat=100", stream=True)):
+            async for item in loopback.backend.generate(make_job("a delay=0.02 repeat=500", stream=True)):
                 items.append(item)
         assert lost.value.code == "replica_lost"
-        return items
 
-    tasks = [asyncio.create_task(run()) for _ in range(3)]
-    await asyncio.sleep(0.1)
+    tasks = [asyncio.create_task(run(items)) for items in seen]
+    # Beyond the first item, which may come on the call.
+    await until(lambda: all(len(items) > 1 for items in seen))
     lines: Any = loopback.replica._outlets._lines if where == "replica" else loopback.backend._inlets._lines  # type: ignore[union-attr]
     next(iter(lines.values())).close(ChannelError("a test"))
-    async with asyncio.timeout(5):
-        assert all(len(items) > 1 for items in await asyncio.gather(*tasks))
+    async with asyncio.timeout(20):
+        await asyncio.gather(*tasks)
     # The engine is told, and the next stream begins anew.
-    await asyncio.sleep(0.05)
-    assert loopback.replica._registry.get_sample_value("fake_running_requests") == 0
+    await until(lambda: loopback.count("fake_running_requests") == 0)
     assert len(await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))) > 1
 
 
 async def test_a_lost_connection_before_the_first_item_is_told_on_the_call(by_calls: Loopback) -> None:
-    items = by_calls.backend.generate(make_job("a stall=0.2", stream=True))
+    items = by_calls.backend.generate(make_job("a stall=1", stream=True))
     first = asyncio.ensure_future(anext(items))
-    await asyncio.sleep(0.05)
+    await until(lambda: by_calls.count("fake_running_requests") == 1)
     next(iter(by_calls.replica._outlets._lines.values())).close(ChannelError("a test"))
     # No connection any more, and nothing lost with it: it goes on the call.
     assert (await first).tokens == 1
@@ -314,10 +315,9 @@ async def test_leaving_a_stream_aborts_it_in_the_engine(loopback: Loopback, monk
     await anext(items)
     await items.aclose()
     assert loopback.handle.calls[-1].cancelled
-    await asyncio.sleep(0.05)
-    assert loopback.replica._registry.get_sample_value("fake_aborts_total") == 1
-    assert not loopback.backend._inlets._streams  # type: ignore[union-attr]
-    assert not next(iter(loopback.replica._outlets._lines.values()))._outstanding
+    await until(lambda: loopback.count("fake_aborts_total") == 1)
+    await until(lambda: not loopback.backend._inlets._streams)  # type: ignore[union-attr]
+    await until(lambda: not next(iter(loopback.replica._outlets._lines.values()))._outstanding)
     assert not failures  # that a client leaves is nothing to look into
 
 
@@ -442,10 +442,10 @@ async def test_a_stream_opened_over_the_channel_brings_serve_what_it_counts_by(o
     assert opening.entered == [About("id", "internal", "/v1", "app")]
     assert opening.ways() == {"connecting": 1, "opened": 1}
     await collect(items)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with pytest.raises(StopAsyncIteration):
             await result.__anext__()
-    await asyncio.sleep(0)
+    await until(lambda: bool(ended))
     assert ended == [None]
 
 
@@ -457,7 +457,7 @@ async def test_a_call_counts_until_the_replica_has_finished_with_it(opening: Loo
     await asyncio.sleep(0.05)
     assert not over.done()
     opening.finish.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await over == ""
 
 
@@ -508,7 +508,7 @@ async def test_whoever_waits_for_a_dead_replica_is_told(opening: Loopback) -> No
     """`router.calls` cancels what was sent to it."""
     items = opening.backend.generate(make_job("a stall=60", stream=True))
     waiting = asyncio.ensure_future(anext(items))
-    await asyncio.sleep(0.05)
+    await until(lambda: opening.count("fake_running_requests") == 1)
     opening.handle.calls[-1].result.cancel()
     with pytest.raises(NotReady) as lost:
         await waiting
