@@ -28,7 +28,8 @@ class Device(str):
     def startswith(self, *a): return "cuda".startswith(*a)
 
 
-class Emulated:
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
+class Emulated(FullCudaGraphBackend):
     def __init__(self, runner): self.runner, self.out = runner, {}
     from contextlib import contextmanager
     @contextmanager
@@ -40,7 +41,9 @@ class Emulated:
     def can_run(self, fb, key): return key in self.out
     def replay(self, key, fb, **kw):
         t = time.thread_time()
+        IN[0] += 1
         for e in EFFECTS: e(self.runner, key)
+        IN[0] -= 1
         SPENT[0] += time.thread_time() - t
         return self.out[key]
     def cleanup(self): pass
@@ -90,6 +93,20 @@ def emulate_cuda():
 
 
 ACCEPTED = 4
+from torch.utils._python_dispatch import TorchDispatchMode
+from collections import Counter
+VIEWS = {"view", "slice", "select", "expand", "reshape", "unsqueeze", "t", "transpose", "alias", "detach", "permute", "as_strided", "_unsafe_view", "squeeze", "lift_fresh"}
+class Ops(TorchDispatchMode):
+    def __init__(self): super().__init__(); self.n = Counter()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if IN[0]: return func(*args, **(kwargs or {}))
+        f = sys._getframe(1)
+        while f and not ("sglang" in f.f_code.co_filename and "hook_registry" not in f.f_code.co_filename and "sglang_host" not in f.f_code.co_filename): f = f.f_back
+        name = func.name().split("::")[1].split(".")[0]
+        self.n["view" if name in VIEWS else "op", name, f and f"{'/'.join(f.f_code.co_filename.split('/')[-2:])}:{f.f_lineno} {f.f_code.co_name}"] += 1
+        return func(*args, **(kwargs or {}))
+counter = Ops()
+IN = [0]
 
 def drive(s, ports, a):
     import zmq
@@ -102,7 +119,7 @@ def drive(s, ports, a):
     if w is not None and hasattr(w, "chosen"):
         def commit(runner, key):
             if runner.model_runner.is_draft_worker: return
-            c = w._commit; cap, path = c.rows.shape; b = runner.raw_bs
+            c = w._commit; cap, path = c.rows.shape; b = len(runner.model_runner.req_to_token_pool and s.running_batch.reqs) or key.size
             flat = c.result; flat[: b * path] = 7
             tail = flat[cap * path:].view(3, cap)[:, :b]
             tail[0] = ACCEPTED; tail[1] = 7; tail[2] = runner.buffers.seq_lens[:b] + ACCEPTED
@@ -140,8 +157,10 @@ def drive(s, ports, a):
             LAUNCHES.clear(); SPENT[0] = 0.0
             marks["t0"] = time.perf_counter(); marks["c0"] = time.process_time()
             if a.profile: prof.enable()
+            if a.ops: counter.__enter__()
         if n == warm + a.steps:
             prof.disable()
+            if a.ops: counter.__exit__(None, None, None)
             marks["t1"] = time.perf_counter(); marks["c1"] = time.process_time()
             s.gracefully_exit = True
         got = real()
@@ -157,6 +176,10 @@ def drive(s, ports, a):
     us = 1e6 * sorted(times)[len(times)//2]
     r = s.running_batch.reqs
     print(json.dumps(dict(mode=a.mode, batch=a.batch, us_per_step=round(us, 1), launches={k: round(v / steps, 2) for k, v in LAUNCHES.items()}, out=[len(x.output_ids) for x in r][:2])))
+    if a.ops:
+        print("ops", sum(v for (k, *_), v in counter.n.items() if k == "op") / steps, "views", sum(v for (k, *_), v in counter.n.items() if k == "view") / steps)
+        for (k, n, w), v in sorted(counter.n.items(), key=lambda x: -x[1]): 
+            if k == "op" and v > steps / 10: print(f"{v/steps:6.2f} {n} {w}")
     if a.profile:
         prof.dump_stats(a.profile)
     sys.stdout.flush(); os._exit(0)
@@ -168,6 +191,7 @@ def main():
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--steps", type=int, default=300)
     p.add_argument("--profile", default=None)
+    p.add_argument("--ops", action="store_true")
     a = p.parse_args()
     import serve_app.sglang_plugin.args as dargs
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -138,6 +138,9 @@ class StepMetrics:
         self._capture_bytes = gauge("ddtree_graph_capture_bytes", "Device memory that capturing reserved.", "role")
         self._budgets = counter("ddtree_budget_steps_total", "Verify steps, by the tree's budget in nodes.", "budget")
         self._phases = counter("ddtree_step_seconds_total", "Time of the step loop as the host sees it.", "phase")
+        self._preparations = counter(
+            "ddtree_step_preparations_total", "Steps by how their replays were prepared, or why in another way.", "how"
+        )
         for phase in PHASES:
             self._phases(phase)
         for role in ROLES:
@@ -182,6 +185,10 @@ class StepMetrics:
     def step_phase(self, phase: str, seconds: float) -> None:
         """Time spent in one of `PHASES`. Where a device works ahead of the host, it shows up in whichever waits."""
         self._phases(phase).inc(seconds)
+
+    def step_preparation(self, how: str) -> None:
+        """One step's forwards were prepared `how`."""
+        self._preparations(how).inc()
 
     def graph_replay(self, role: str, padding_rows: int, bucket: int) -> None:
         """One replay. `bucket`: the captured batch size; `padding_rows` of it held no request."""

@@ -51,6 +51,11 @@ def graph_replay(role: str, padding_rows: int, bucket: int) -> None:
         _exporter.metrics.graph_replay(role, padding_rows, bucket)
 
 
+def preparation(how: str) -> None:
+    if _exporter is not None:
+        _exporter.metrics.step_preparation(str(how))
+
+
 def graph_fallback(role: str, reason: str) -> None:
     if _exporter is not None:
         _exporter.metrics.graph_fallback(role, str(reason))
