@@ -155,8 +155,8 @@ class StepMetrics:
         for depth in range(1, max_acceptance):
             self._depth(str(depth))
 
-    def verify_step(self, accepted: int, emitted: int, committed: int, nodes: int) -> None:
-        """One verify step of one request.
+    def verify_step(self, accepted: int, emitted: int, committed: int, nodes: int, times: int = 1) -> None:
+        """One verify step of one request, or `times` equal ones.
 
         Args:
             accepted: drafts accepted before any trimming (acceptance length − 1).
@@ -165,17 +165,18 @@ class StepMetrics:
             nodes: tree nodes verified, root excluded.
         Acceptance length counts what was emitted, so that its sum equals the tokens delivered by verify steps.
         """
-        self._steps.inc()
-        self._nodes.inc(nodes)
-        self._budgets(str(nodes)).inc()
-        self._trimmed.inc(committed - emitted)
-        self._acceptance.observe(emitted)
-        self._emitted("verify").inc(emitted)
+        self._steps.inc(times)
+        self._nodes.inc(nodes * times)
+        self._budgets(str(nodes)).inc(times)
+        self._trimmed.inc((committed - emitted) * times)
+        for _ in range(times):
+            self._acceptance.observe(emitted)
+        self._emitted("verify").inc(emitted * times)
         kept = min(accepted, emitted)
-        self._accepted.inc(kept)
-        self._bonus.inc(emitted - kept)
+        self._accepted.inc(kept * times)
+        self._bonus.inc((emitted - kept) * times)
         for depth in range(1, accepted + 1):
-            self._depth(str(depth)).inc()
+            self._depth(str(depth)).inc(times)
 
     def prefill(self, tokens: int, emitted: int) -> None:
         """Prompt tokens computed, and first tokens emitted by it."""
@@ -186,16 +187,16 @@ class StepMetrics:
         """Time spent in one of `PHASES`. Where a device works ahead of the host, it shows up in whichever waits."""
         self._phases(phase).inc(seconds)
 
-    def step_preparation(self, how: str) -> None:
-        """One step's forwards were prepared `how`."""
-        self._preparations(how).inc()
+    def step_preparation(self, how: str, times: int = 1) -> None:
+        """The forwards of `times` steps were prepared `how`."""
+        self._preparations(how).inc(times)
 
-    def graph_replay(self, role: str, padding_rows: int, bucket: int) -> None:
-        """One replay. `bucket`: the captured batch size; `padding_rows` of it held no request."""
-        self._replays(role).inc()
-        self._padding(role).inc(padding_rows)
-        self._bucket_rows(role, str(bucket), "real").inc(bucket - padding_rows)
-        self._bucket_rows(role, str(bucket), "padding").inc(padding_rows)
+    def graph_replay(self, role: str, padding_rows: int, bucket: int, times: int = 1) -> None:
+        """`times` replays. `bucket`: the captured batch size; `padding_rows` of it held no request."""
+        self._replays(role).inc(times)
+        self._padding(role).inc(padding_rows * times)
+        self._bucket_rows(role, str(bucket), "real").inc((bucket - padding_rows) * times)
+        self._bucket_rows(role, str(bucket), "padding").inc(padding_rows * times)
 
     def graph_capture(self, role: str, graphs: int, seconds: float, reserved_bytes: int) -> None:
         """A capture of `graphs` shapes has ended; the last one counts."""

@@ -45,7 +45,7 @@ from serve_app.sglang_plugin.args import commit_in_graph, options
 from serve_app.sglang_plugin.commit import CommitBuffers, KVMover, Outcome, accept
 from serve_app.sglang_plugin.direct import DirectReplay, Preparation
 from serve_app.sglang_plugin.graph import Fallback, state_bytes
-from serve_app.sglang_plugin.inputs import DDTreeDraftInput, DDTreeVerifyInput, verify_input
+from serve_app.sglang_plugin.inputs import DDTreeDraftInput, DDTreeVerifyInput, StepResult, verify_input
 from serve_app.sglang_plugin.plan import Planner
 from serve_app.sglang_plugin.plugin import PluginError, assert_installed
 from serve_app.sglang_plugin.prepare import prepare_step
@@ -215,13 +215,21 @@ class DDTreeWorker(DFlashWorkerV2):
         outcome = self._commit.outcome(size)
         if on_publish is not None:
             on_publish(outcome.new_seq_lens)
-        # Its logits are in the graph's memory, and nobody asked for them.
-        result = self._result(LogitsProcessorOutput(next_token_logits=None), outcome, True, None)
+        result = StepResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),  # the graph's own, and nobody asked for them
+            next_token_ids=outcome.tokens,
+            accept_lens=outcome.lengths,
+            can_run_cuda_graph=True,
+            next_draft_input=DDTreeDraftInput.of(outcome.bonus, outcome.new_seq_lens),
+            speculative_num_draft_tokens=self.chosen.path,
+            new_seq_lens=outcome.new_seq_lens,
+            flat=outcome.flat,
+        )
         metrics.phase("verify", replayed - began)
         metrics.phase("accept", time.perf_counter() - replayed)
         return result
 
-    def _result(self, out: Any, outcome: Outcome, replayed: bool, forward_batch: Any | None) -> GenerationBatchResult:
+    def _result(self, out: Any, outcome: Outcome, replayed: bool, forward_batch: ForwardBatch) -> GenerationBatchResult:
         out.hidden_states = None  # consumed; the scheduler would copy them to the host
         return GenerationBatchResult(
             logits_output=out,
@@ -231,7 +239,7 @@ class DDTreeWorker(DFlashWorkerV2):
             next_draft_input=DDTreeDraftInput.of(outcome.bonus, outcome.new_seq_lens),
             speculative_num_draft_tokens=self.chosen.path,
             new_seq_lens=outcome.new_seq_lens,
-            extra_keep_alive_refs=[forward_batch] if forward_batch is not None else None,
+            extra_keep_alive_refs=[forward_batch],
         )
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
