@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED: dict[str, Any] = {
     "torch_dtype": "float32", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "max_position_embeddings": 4096, "attention_bias": False, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
-    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096, "attention_bias": False, "hidden_act": "silu", "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 TARGET = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 3, "mlp_bias": False}
 DRAFTER = {
@@ -62,7 +62,7 @@ def prepare() -> None:
     os.environ["SGLANG_ENABLE_WAR_BARRIER"] = "1"
     # One kernel and an importable torchvision, which SGLang misses on a CPU.
     sys.path.insert(0, str(ROOT / "tests" / "engines" / "sglang" / "cpu_kernels"))
-    import sglang.srt.managers.scheduler  # noqa: F401  (before there is a driver: it asks Triton for its backend)
+    import sglang.srt.managers.scheduler
     import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
     from sglang.srt.distributed import bootstrap
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
@@ -96,6 +96,8 @@ def _kernels() -> None:
     """Triton's own way to a launch, and no launch."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.model_executor.forward_batch_info import compute_position_torch
     from triton.runtime.jit import JITFunction
 
     limits = {"multiprocessor_count": 132, "max_shared_mem": 232448}
@@ -119,6 +121,8 @@ def _kernels() -> None:
         return kernel
 
     JITFunction._do_compile = compile_nothing
+    # Prompts take the forward that eager layers compute; its positions must be numbers.
+    forward_batch_info.compute_position_triton = lambda prefix, extend, _: compute_position_torch(prefix, extend)
 
 
 def _backend_class() -> type:

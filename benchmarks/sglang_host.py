@@ -1,236 +1,173 @@
+"""What SGLang's scheduler does on the host in one decode step, counted on a CPU: no kernel runs, only what leads to it.
+
+    TRITON_INTERPRET=0 python benchmarks/sglang_host.py [--modes ar,dflash,ddtree-64] [--batches 1,16] [--top 25]
+
+Where SGLang is installed for a CPU (`make test-sglang` makes such an environment). Each mode and batch size has a process
+of its own: greedy requests in steady state, overlap on, every draft tree accepted to the same length. Printed per step:
+microseconds of the scheduler's thread (median; a GPU's launches are dearer than these stand-ins), Python calls,
+operations that PyTorch dispatches without views, kernels launched through Triton; with --top the dearest functions.
+DFLASH writes the drafter's cache by plain operations here, on a GPU by one kernel: read its times as too long.
+
+What this program does not do: run kernels, so it says nothing about a GPU's time.
+"""
+
 from __future__ import annotations
 
-import argparse, json, os, sys, time
-from pathlib import Path
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/engines/sglang/cpu_kernels")]
-os.environ.setdefault("SGLANG_ENABLE_WAR_BARRIER", "1")
-import torch
-
-SHARED = {
-    "torch_dtype": "float32", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "max_position_embeddings": 4096, "attention_bias": False, "hidden_act": "silu", "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TARGET = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "mlp_bias": False,
-          "tie_word_embeddings": False}
-DRAFTER = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": False,
-           "block_size": 16, "num_target_layers": 4, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]}}
-
-
-class Device(str):
-    """The CPU to PyTorch, a CUDA device to SGLang's questions."""
-    def __new__(cls, *_): return super().__new__(cls, "cpu")
-    def __eq__(self, other): return str.__eq__("cuda", other)
-    def __ne__(self, other): return not self == other
-    def __hash__(self): return hash("cuda")
-    def startswith(self, *a): return "cuda".startswith(*a)
-
-
-from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
-class Emulated(FullCudaGraphBackend):
-    def __init__(self, runner): self.runner, self.out = runner, {}
-    from contextlib import contextmanager
-    @contextmanager
-    def capture_session(self, stream): yield
-    @contextmanager
-    def replay_session(self): yield
-    def capture_one(self, key, run_once, capture_inputs=None, post_warmup_hook=None):
-        self.out[key] = run_once()
-    def can_run(self, fb, key): return key in self.out
-    def replay(self, key, fb, **kw):
-        t = time.thread_time()
-        IN[0] += 1
-        for e in EFFECTS: e(self.runner, key)
-        IN[0] -= 1
-        SPENT[0] += time.thread_time() - t
-        return self.out[key]
-    def cleanup(self): pass
-
-EFFECTS = []
-SPENT = [0.0]
-LAUNCHES = {}
-
-def emulate_cuda():
-    """sglang on a CPU that believes in CUDA"""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    class Driver:
-        def get_current_device(self): return 0
-        def get_current_stream(self, d): return 0
-        def get_current_target(self): return GPUTarget("cuda", 90, 32)
-        def get_device_properties(self, d): return {"multiprocessor_count": 132, "max_shared_mem": 232448}
-        class utils:
-            @staticmethod
-            def get_device_properties(d): return {"multiprocessor_count": 132, "max_shared_mem": 232448}
-        def get_active_torch_device(self): return torch.device("cpu")
-        def is_active(self): return True
-        def get_benchmarker(self): ...
-    triton.runtime.driver.set_active(Driver())
-    from triton.runtime.jit import JITFunction
-    class Kernel:
-        function = packed_metadata = None
-        def __init__(self, name): self.name = name
-        def launch_metadata(self, *a): return None
-        def run(self, *a):
-            LAUNCHES[self.name] = LAUNCHES.get(self.name, 0) + 1
-    def compile(self, key, signature, device, constexprs, options, attrs, warmup):
-        k = Kernel(self.fn.__name__)
-        self.device_caches[device][0][key] = k
-        return k
-    JITFunction._do_compile = compile
-    c = torch.cuda
-    c.device_count, c.current_device, c.mem_get_info = (lambda: 1), (lambda: 0), (lambda d=None: (64 << 30, 140 << 30))
-    c.empty_cache = c.synchronize = lambda *a: None
-    c.memory_reserved = lambda *a: 0
-    c.set_device = lambda d: None
-    torch.Tensor.record_stream = lambda t, s: None
-    from types import SimpleNamespace
-    c.get_device_properties = lambda d=0: SimpleNamespace(name="emulated", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30, is_integrated=False, gcnArchName="")
-    c.get_device_capability = lambda d=0: (9, 0)
-    c.get_device_name = lambda d=0: "emulated"
-
-
-ACCEPTED = 4
-from torch.utils._python_dispatch import TorchDispatchMode
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
-VIEWS = {"view", "slice", "select", "expand", "reshape", "unsqueeze", "t", "transpose", "alias", "detach", "permute", "as_strided", "_unsafe_view", "squeeze", "lift_fresh"}
-class Ops(TorchDispatchMode):
-    def __init__(self): super().__init__(); self.n = Counter()
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if IN[0]: return func(*args, **(kwargs or {}))
-        f = sys._getframe(1)
-        while f and not ("sglang" in f.f_code.co_filename and "hook_registry" not in f.f_code.co_filename and "sglang_host" not in f.f_code.co_filename): f = f.f_back
-        name = func.name().split("::")[1].split(".")[0]
-        self.n["view" if name in VIEWS else "op", name, f and f"{'/'.join(f.f_code.co_filename.split('/')[-2:])}:{f.f_lineno} {f.f_code.co_name}"] += 1
-        return func(*args, **(kwargs or {}))
-counter = Ops()
-IN = [0]
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-def drive(s, ports, a):
-    import zmq
-    from array import array
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-    ctx = zmq.Context()
-    sink = ctx.socket(zmq.PULL); sink.setsockopt(zmq.RCVHWM, 0); sink.bind(ports.tokenizer_ipc_name)
-    w = s.draft_worker
-    if w is not None and hasattr(w, "chosen"):
-        def commit(runner, key):
-            if runner.model_runner.is_draft_worker: return
-            c = w._commit; cap, path = c.rows.shape; b = len(runner.model_runner.req_to_token_pool and s.running_batch.reqs) or key.size
-            flat = c.result; flat[: b * path] = 7
-            tail = flat[cap * path:].view(3, cap)[:, :b]
-            tail[0] = ACCEPTED; tail[1] = 7; tail[2] = runner.buffers.seq_lens[:b] + ACCEPTED
-        EFFECTS.append(commit)
-    elif w is not None:
-        w._use_triton_prepare_block = w._use_triton_accept_bonus = True
-        from sglang.srt.speculative import dflash_worker_v2 as dw
-        ob = dw._compute_dflash_accept_bonus_triton_unchecked
-        def accept(**k):
-            ob(**k)
-            t = time.thread_time()
-            k["accept_lens_out"].fill_(ACCEPTED - 1); k["commit_lens_out"].fill_(ACCEPTED); k["bonus_ids_out"].fill_(7)
-            k["out_tokens_out"].fill_(7); k["new_seq_lens_out"].copy_(k["prefix_lens"] + ACCEPTED)
-            SPENT[0] += time.thread_time() - t
-        dw._compute_dflash_accept_bonus_triton_unchecked = accept
-    if w is not None:
-        w._ensure_draft_block_buffers(16)
-        for n in ("ids", "positions", "tokens"): getattr(w, f"_draft_block_{n}_buf").zero_()
-        w._draft_verify_out_cache_loc_buf.zero_()
-    turn = [0]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import sglang_cpu
+
+WARM_UP, STEPS, ACCEPTED, TOKEN = 60, 300, 4, 7
+VIEWS = {
+    "view",
+    "slice",
+    "select",
+    "expand",
+    "_unsafe_view",
+    "unsqueeze",
+    "transpose",
+    "t",
+    "alias",
+    "detach",
+    "permute",
+}
+
+
+def measure(mode: str, batch: int, top: int) -> dict[str, Any]:
+    """Three runs of STEPS steps after the warm-up: timed, then with calls counted, then with operations counted."""
+    sglang_cpu.prepare()
+    import torch
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+    from torch.utils._python_dispatch import TorchDispatchMode
+
     torch.set_num_threads(1)
-    times = []
-    import cProfile
-    prof = cProfile.Profile()
-    real = s.request_receiver.recv_requests
-    marks = {}
-    warm = 60
-    def recv():
-        turn[0] += 1
-        n = turn[0]
-        now = time.thread_time()
-        if n > warm: times.append(now - marks["last"] - (SPENT[0] - marks["spent"]))
-        marks["last"], marks["spent"] = now, SPENT[0]
-        if n == warm: 
-            LAUNCHES.clear(); SPENT[0] = 0.0
-            marks["t0"] = time.perf_counter(); marks["c0"] = time.process_time()
-            if a.profile: prof.enable()
-            if a.ops: counter.__enter__()
-        if n == warm + a.steps:
-            prof.disable()
-            if a.ops: counter.__exit__(None, None, None)
-            marks["t1"] = time.perf_counter(); marks["c1"] = time.process_time()
-            s.gracefully_exit = True
-        got = real()
-        if n == 1:
-            for i in range(a.batch):
-                sp = SamplingParams(temperature=0.0, max_new_tokens=3500, ignore_eos=True); sp.normalize(None)
-                got = list(got or []) + [TokenizedGenerateReqInput(rid=f"r{i}", input_text="", input_ids=array("q", range(10 + i, 40 + i)), input_embeds=None,
-                    mm_inputs=None, token_type_ids=None, sampling_params=sp, return_logprob=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False)]
-        return got
-    type(s.request_receiver).recv_requests = lambda self: recv()
-    s.run_event_loop()
-    steps = a.steps
-    us = 1e6 * sorted(times)[len(times)//2]
-    r = s.running_batch.reqs
-    print(json.dumps(dict(mode=a.mode, batch=a.batch, us_per_step=round(us, 1), launches={k: round(v / steps, 2) for k, v in LAUNCHES.items()}, out=[len(x.output_ids) for x in r][:2])))
-    if a.ops:
-        print("ops", sum(v for (k, *_), v in counter.n.items() if k == "op") / steps, "views", sum(v for (k, *_), v in counter.n.items() if k == "view") / steps)
-        for (k, n, w), v in sorted(counter.n.items(), key=lambda x: -x[1]): 
-            if k == "op" and v > steps / 10: print(f"{v/steps:6.2f} {n} {w}")
-    if a.profile:
-        prof.dump_stats(a.profile)
-    sys.stdout.flush(); os._exit(0)
+    session = sglang_cpu.Session(mode, Path(tempfile.mkdtemp()), vocabulary=256, block=16)
+    aside = 0.0  # seconds spent on what a GPU would do
+    operations: Counter[str] = Counter()
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations[function.name().partition("::")[2].partition(".")[0]] += not standing_in
+            return function(*args, **(kwargs or {}))
+
+    standing_in = False
+    worker = session.scheduler.draft_worker
+
+    def accept(runner: Any, bucket: int) -> None:
+        nonlocal aside, standing_in
+        began, standing_in = time.thread_time(), True
+        if worker is not None and hasattr(worker, "chosen") and not runner.model_runner.is_draft_worker:
+            out, lengths = worker._commit, runner.buffers.seq_lens[:bucket]
+            capacity, path = out.rows.shape
+            out.result[: bucket * path] = TOKEN
+            tail = out.result[capacity * path :].view(3, capacity)[:, :bucket]
+            tail[0], tail[1], tail[2] = ACCEPTED, TOKEN, lengths + ACCEPTED
+        standing_in = False
+        aside += time.thread_time() - began
+
+    decode_cuda_graph_runner.resolve_decode_backend.replayed = staticmethod(accept)
+    if worker is not None:
+        _settle_worker(worker)
+    profile, counting = cProfile.Profile(), Operations()
+    times: list[float] = []
+    last = (0.0, 0.0)
+
+    def each(iteration: int) -> bool:
+        nonlocal last
+        at, now = iteration - WARM_UP, time.thread_time()
+        if 0 < at <= STEPS:
+            times.append(now - last[0] - (aside - last[1]))
+        last = (now, aside)
+        if at == 0:
+            sglang_cpu.LAUNCHES.clear()
+        elif at == STEPS:
+            launches.update(sglang_cpu.LAUNCHES)
+            profile.enable()
+        elif at == 2 * STEPS:
+            profile.disable()
+            counting.__enter__()
+        elif at == 3 * STEPS:
+            counting.__exit__(None, None, None)
+        return at >= 3 * STEPS
+
+    launches: Counter[str] = Counter()
+    length = (WARM_UP + 3 * STEPS) * ACCEPTED + 64
+    asked = [(1, sglang_cpu.request(str(i), list(range(10 + i, 40 + i)), length)) for i in range(batch)]
+    session.run(asked, each)
+    rows: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    dearest = sorted(rows.items(), key=lambda row: -row[1][2])[:top]
+    return {
+        "mode": mode, "batch": batch, "us": round(1e6 * median(times), 1),
+        "calls": round(sum(row[1] for row in rows.values()) / STEPS),
+        "operations": round(sum(n for name, n in operations.items() if name not in VIEWS) / STEPS, 1),
+        "launches": {name: round(n / STEPS, 2) for name, n in launches.items()},
+        "by_operation": {name: round(n / STEPS, 2) for name, n in operations.items() if n > STEPS / 10},
+        "top": [
+            f"{1e6 * row[2] / STEPS:7.1f} us {row[1] / STEPS:7.1f} calls  {Path(file).name}:{line} {name}"
+            for (file, line, name), row in dearest
+        ],
+    }  # fmt: skip
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("mode")
-    p.add_argument("--batch", type=int, default=1)
-    p.add_argument("--steps", type=int, default=300)
-    p.add_argument("--profile", default=None)
-    p.add_argument("--ops", action="store_true")
-    a = p.parse_args()
-    import serve_app.sglang_plugin.args as dargs
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    import sglang.srt.managers.scheduler as sch
-    from serve_app.sglang_plugin.plugin import register
-    import sglang.srt.speculative.dflash_worker_v2, sglang.srt.models.llama
-    emulate_cuda()
-    register()
-    HookRegistry.apply_hooks()
-    from sglang.srt.server_args import ServerArgs, PortArgs
-    folder = Path("/work/tmp/step/model")
-    for n, c in (("target", TARGET), ("drafter", DRAFTER)):
-        (folder / n).mkdir(parents=True, exist_ok=True)
-        (folder / n / "config.json").write_text(json.dumps(SHARED | c))
-    fields = dict(model_path=str(folder / "target"), load_format="dummy", device="cuda", sampling_backend="pytorch", grammar_backend="none",
-        mem_fraction_static=0.5, cuda_graph_max_bs_decode=16, disable_prefill_cuda_graph=True, max_total_tokens=65536,
-        max_running_requests=16, attention_backend="triton", skip_tokenizer_init=True, enable_metrics=True, skip_server_warmup=True)
-    if a.mode != "ar":
-        algo, _, budget = a.mode.partition("-")
-        fields |= dict(speculative_algorithm=algo.upper(), speculative_draft_model_path=str(folder / "drafter"), speculative_draft_load_format="dummy")
-        if budget: fields["speculative_num_draft_tokens"] = int(budget) + 1
-    args = ServerArgs(**fields)
-    print(args.device, args.attention_backend, args.disable_overlap_schedule, args.cuda_graph_config)
-    args.override("benchmark", device=Device())
-    from sglang.srt.distributed import parallel_state, bootstrap
-    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
-    attention_backend_setup.init_cublas = lambda *a: None
-    bootstrap.get_default_distributed_backend = lambda d: "gloo"
-    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as dcgr
-    dcgr.resolve_decode_backend = Emulated
-    from types import SimpleNamespace
-    import contextlib
-    dcgr.graph_capture = lambda stream=None: contextlib.nullcontext(SimpleNamespace(stream=None))
-    from sglang.srt.model_executor import forward_batch_info as fbi
-    fbi.compute_position_triton = lambda a, b, n: fbi.compute_position_torch(a, b)
-    from sglang.srt.runtime_context import publish
-    publish(args, role="scheduler")
-    ports = PortArgs.init_new(args)
-    s = sch.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)
-    drive(s, ports, a)
+def _settle_worker(worker: Any) -> None:
+    """Inputs that no kernel will write must be valid ids all the same, and DFLASH shall take its way on a GPU."""
+    worker._ensure_draft_block_buffers(16)
+    for name in ("block_ids", "block_positions", "block_tokens", "verify_out_cache_loc"):
+        getattr(worker, f"_draft_{name}_buf").zero_()
+    if hasattr(worker, "chosen"):
+        return
+    from sglang.srt.speculative import dflash_worker_v2
 
-main()
+    worker._use_triton_prepare_block = worker._use_triton_accept_bonus = True
+    kernel = dflash_worker_v2._compute_dflash_accept_bonus_triton_unchecked
+
+    def accept(**tensors: Any) -> None:
+        kernel(**tensors)
+        for name, value in (("accept_lens", ACCEPTED - 1), ("commit_lens", ACCEPTED), ("bonus_ids", TOKEN)):
+            tensors[f"{name}_out"].fill_(value)
+        tensors["out_tokens_out"].fill_(TOKEN)
+        tensors["new_seq_lens_out"].copy_(tensors["prefix_lens"] + ACCEPTED)
+
+    dflash_worker_v2._compute_dflash_accept_bonus_triton_unchecked = accept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--modes", default="ar,dflash,ddtree-64")
+    parser.add_argument("--batches", default="1,16")
+    parser.add_argument("--top", type=int, default=0, help="print that many functions by their own time")
+    parser.add_argument("--one", action="store_true", help="measure in this process; one mode and batch size")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.modes, int(arguments.batches), arguments.top)), flush=True)
+        os._exit(0)  # SGLang's threads are not asked
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    for mode in arguments.modes.split(","):
+        for batch in arguments.batches.split(","):
+            own = [__file__, "--one", "--modes", mode, "--batches", batch, "--top", str(arguments.top)]
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", *own], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, timeout=300,
+            )  # fmt: skip
+            if done.returncode:
+                sys.exit(done.stderr[-4000:])
+            found = json.loads(done.stdout.splitlines()[-1])
+            functions = found.pop("top")
+            print(json.dumps(found), *functions, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -61,7 +61,9 @@ def main() -> None:
         "free": free,
     }
     answer["series"] = {
-        ",".join([sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model")]): sample.value
+        ",".join(
+            [sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model")]
+        ): sample.value
         for registry in registries
         for family in registry.collect()
         for sample in family.samples

@@ -1,4 +1,4 @@
-"""Whole answers through SGLang's own scheduler, overlap on: its loop, its bookkeeping, its graph runners and our worker.
+"""Whole answers through SGLang's own scheduler, overlap on: its loop, its books, its graph runners and our worker.
 
 In processes of their own, in Triton's interpreter, with closures for graphs (`benchmarks/sglang_cpu.py`).
 """
