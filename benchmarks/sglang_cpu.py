@@ -95,9 +95,9 @@ def _cuda() -> None:
 def _kernels() -> None:
     """Triton's own way to a launch, and no launch."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.forward_batch_info import compute_position_torch
+    from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
     limits = {"multiprocessor_count": 132, "max_shared_mem": 232448}

@@ -66,8 +66,8 @@ class CommitBuffers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the scheduler gets: int64 tokens [B·P] (valid up to lengths), lengths [B], bonus [B], new_seq_lens [B]; views
-    of `flat`."""
+    """What the scheduler gets, views of `flat`: int64 tokens [B·P] (valid up to lengths), lengths [B], bonus [B],
+    new_seq_lens [B]."""
 
     flat: Tensor
     tokens: Tensor

@@ -34,7 +34,7 @@ _IDLE = {"mrope_positions", "seq_lens_cpu", "global_num_tokens_gpu", "global_num
 
 
 class Preparation(StrEnum):
-    """How a step's forwards were prepared: by the step itself, or by SGLang and why; the values are a metric's label."""
+    """How a step's forwards were prepared: by the step itself, or by SGLang and why; the values are a label."""
 
     DIRECT = "direct"
     OFF = "switched_off"

@@ -1,6 +1,6 @@
 """`Scheduler._forward_isolation` faster: what a forward changes about a batch is undone after it.
 
-SGLang asks the dataclass for its eighty fields twice a step, and reads and writes each by name. The names do not change.
+SGLang asks the dataclass for its eighty fields twice a step, reads and writes each by name. The names do not change.
 
 What this module does not do: decide which batches are isolated (the hook does).
 """
