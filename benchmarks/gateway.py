@@ -1,6 +1,6 @@
 """What the serving plane costs per streamed token, against a bare uvicorn server and the usual Ray Serve pattern.
 
-Four servers, one after the other in one run on the same machine, around one paced engine (4 tokens a step):
+Four servers on the same machine, measured in turn, around one paced engine (4 tokens a step):
 
   bare    uvicorn and an SSE generator in one process, one frame a step
   plain   FastAPI ingress → handle → generator under Ray Serve as it comes, one frame a token
@@ -10,9 +10,18 @@ Four servers, one after the other in one run on the same machine, around one pac
 Cost is CPU time of all the server's processes, without what they use when idle, divided by tokens: a busy machine
 lengthens waits, and changes CPU time much less. `unary` is the median time of a one-step answer.
 
-    python benchmarks/gateway.py [--streams 1,16,64] [--steps 40] [--servers bare,plain,ours,haproxy] [--out PATH]
+The engine has two paces, in every server alike. `own`: each stream steps by a clock of its own, so that hardly two of
+them emit together. `step`: all of them emit at the same moments, as those of one batch do. The aims are meant for the
+second, which is what an engine with continuous batching does; both are printed.
 
-Prints a table and JSON on the last line. What it does not do: an engine's own work.
+Servers take turns within a round, and the rounds' medians count. A ratio is taken within each round, so that what the
+machine does meanwhile concerns both sides; its median, least and most over the rounds are printed.
+
+    python benchmarks/gateway.py [--streams 1,16,64] [--steps 40] [--rounds 4] [--servers bare,plain,ours,haproxy]
+                                 [--out PATH]
+
+The first of `--streams` to be a multiple of 16 is measured in every round, the others in the first. Prints tables, and
+JSON on the last line. Takes below three minutes. What it does not do: an engine's own work.
 No `from __future__ import annotations` here: FastAPI reads annotations again in the process that Ray sent a route to.
 """
 
@@ -29,6 +38,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +55,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 STEP_S, TOKENS_PER_STEP = 0.05, 4
 IDLE_S = 4.0
+UNARY_REPEATS = 100
+# What a request asks for by its seed, the only number that every server passes on.
+PACES = ("own", "step")
+# Ours against the usual pattern (at least), against the bare server (at most), and milliseconds over that.
+AIMS = {"plain": 15.0, "bare": 4.0, "unary": 2.0}
 SERVERS = ("bare", "plain", "ours", "haproxy")
 START_S = 120
 HEAD = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
@@ -52,11 +68,39 @@ HEAD = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "pa
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 
+class Pace:
+    """When the streams of a process emit."""
+
+    def __init__(self) -> None:
+        self._step: asyncio.Event | None = None
+        self._due = 0.0
+
+    async def next(self, seed: int | None) -> None:
+        """Until a stream of that pace makes its next tokens."""
+        if PACES[seed or 0] == "own":
+            await asyncio.sleep(STEP_S)
+            return
+        if self._step is None:
+            self._step = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            now = loop.time()
+            # A timer may fire a little early.
+            self._due = self._due + STEP_S if now < self._due + STEP_S else now + STEP_S
+            loop.call_at(self._due, self._over)
+        await self._step.wait()
+
+    def _over(self) -> None:
+        assert self._step is not None
+        self._step.set()
+        self._step = None
+
+
 class PacedEngine:
     """The engine seam: `max_tokens` tokens, four every 50 ms, the first at once."""
 
     def __init__(self, config: Any, registry: Any) -> None:
         self._last: float | None = None
+        self._pace = Pace()
 
     async def start(self) -> None: ...
 
@@ -66,7 +110,7 @@ class PacedEngine:
         total = request.sampling.max_tokens
         for at in range(0, total, TOKENS_PER_STEP):
             if at:
-                await asyncio.sleep(STEP_S)
+                await self._pace.next(request.sampling.seed)
             ids = tuple(range(min(TOKENS_PER_STEP, total - at)))
             self._last = time.monotonic()
             end = at + len(ids) >= total
@@ -98,6 +142,8 @@ def serve_bare(port: int) -> None:
     from starlette.applications import Starlette
     from starlette.routing import Route
 
+    pace = Pace()
+
     async def chat(request: Request) -> Response:
         body = await request.json()
         total = body["max_tokens"]
@@ -105,7 +151,7 @@ def serve_bare(port: int) -> None:
         async def frames() -> Any:
             for at in range(0, total, TOKENS_PER_STEP):
                 if at:
-                    await asyncio.sleep(STEP_S)
+                    await pace.next(body.get("seed"))
                 yield frame(" word" * TOKENS_PER_STEP)
             yield b"data: [DONE]\n\n"
 
@@ -128,10 +174,13 @@ def serve_plain(port: int) -> None:
 
     @serve.deployment(max_ongoing_requests=512, ray_actor_options={"num_cpus": 0.1})
     class Generator:
-        async def __call__(self, total: int) -> Any:
+        def __init__(self) -> None:
+            self._pace = Pace()
+
+        async def __call__(self, total: int, seed: int | None) -> Any:
             for at in range(0, total, TOKENS_PER_STEP):
                 if at:
-                    await asyncio.sleep(STEP_S)
+                    await self._pace.next(seed)
                 for _ in range(TOKENS_PER_STEP):
                     yield frame(" word")
             yield b"data: [DONE]\n\n"
@@ -151,7 +200,7 @@ def serve_plain(port: int) -> None:
             if not body.get("stream"):
                 text = await self._generator.whole.remote(body["max_tokens"])
                 return JSONResponse({**HEAD, "choices": [{"message": {"content": text}}]})
-            chunks = self._generator.options(stream=True).remote(body["max_tokens"])
+            chunks = self._generator.options(stream=True).remote(body["max_tokens"], body.get("seed"))
             return StreamingResponse(chunks, media_type="text/event-stream")
 
         @app.get("/ready")
@@ -205,65 +254,126 @@ def cpu_s(root: int) -> Counter[str]:
     return used
 
 
-async def read(client: httpx.AsyncClient, tokens: int) -> None:
-    body = {"model": "paced", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": tokens}
+async def read(client: httpx.AsyncClient, tokens: int, pace: str = "own") -> None:
+    body = {
+        "model": "paced", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": tokens,
+        "seed": PACES.index(pace),
+    }  # fmt: skip
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         answer.raise_for_status()
         text = b"".join([part async for part in answer.aiter_raw()])
     assert text.count(b" word") == tokens and text.endswith(b"[DONE]\n\n"), text[-200:]
 
 
-async def measure(url: str, pid: int, streams: list[int], steps: int) -> dict[str, Any]:
+@dataclass
+class Server:
+    """One that runs. `idle`: CPU that its processes use without requests, by role."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    url: str
+    idle: dict[str, float] = field(default_factory=dict)
+
+    async def streams(self, client: httpx.AsyncClient, count: int, steps: int, pace: str) -> dict[str, Any]:
+        before, began = cpu_s(self.process.pid), time.monotonic()
+        await asyncio.gather(*(read(client, steps * TOKENS_PER_STEP, pace) for _ in range(count)))
+        took, tokens = time.monotonic() - began, count * steps * TOKENS_PER_STEP
+        after = cpu_s(self.process.pid)
+        used = {role: (s - before[role] - self.idle.get(role, 0) * took) / tokens * 1e6 for role, s in after.items()}
+        label = f"{count}_{pace}"
+        return {
+            f"us_per_token_{label}": round(sum(used.values()), 1),
+            f"roles_{label}": {role: round(us, 1) for role, us in used.items() if us >= 0.5},
+            f"slowdown_{label}": round(took / ((steps - 1) * STEP_S), 2),
+        }
+
+    async def unary(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        body = {"model": "paced", "messages": [{"role": "user", "content": "x"}], "max_tokens": TOKENS_PER_STEP}
+        times = []
+        for _ in range(UNARY_REPEATS):
+            began = time.perf_counter()
+            (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+            times.append(1000 * (time.perf_counter() - began))
+        return {"unary_p50_ms": round(statistics.median(times), 2)}
+
+
+async def measure(servers: list[Server], streams: list[int], steps: int, rounds: int) -> list[dict[str, Any]]:
+    """For each round what each server took."""
+    always = next((count for count in streams if count % 16 == 0), streams[0])
     limits = httpx.Limits(max_connections=max(streams), max_keepalive_connections=max(streams))
-    found: dict[str, Any] = {}
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
-        await asyncio.gather(*(read(client, 8) for _ in range(max(streams))))
-        before = cpu_s(pid)
+    found: list[dict[str, Any]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, trust_env=False)
+            )
+            for server in servers
+        ]
+        for client in clients:
+            await asyncio.gather(*(read(client, 8) for _ in range(max(streams))))
+        before = [cpu_s(server.process.pid) for server in servers]
         await asyncio.sleep(IDLE_S)
-        idle = {role: (used - before[role]) / IDLE_S for role, used in cpu_s(pid).items()}
-        for count in streams:
-            before, began = cpu_s(pid), time.monotonic()
-            await asyncio.gather(*(read(client, steps * TOKENS_PER_STEP) for _ in range(count)))
-            took = time.monotonic() - began
-            tokens = count * steps * TOKENS_PER_STEP
-            used = {r: (s - before[r] - idle.get(r, 0) * took) / tokens * 1e6 for r, s in cpu_s(pid).items()}
-            found[f"us_per_token_{count}"] = round(sum(used.values()), 1)
-            found[f"roles_{count}"] = {role: round(us, 1) for role, us in used.items() if us >= 0.5}
-            found[f"slowdown_{count}"] = round(took / ((steps - 1) * STEP_S), 2)
-        found["unary_p50_ms"] = round(await unary_ms(client), 2)
+        for server, was in zip(servers, before, strict=True):
+            now = cpu_s(server.process.pid)
+            server.idle = {role: (used - was[role]) / IDLE_S for role, used in now.items()}
+        for number in range(rounds):
+            took: dict[str, Any] = {}
+            for server, client in zip(servers, clients, strict=True):
+                row = took[server.name] = await server.unary(client)
+                for count in streams:
+                    for pace in PACES if count > 1 else PACES[:1]:  # one stream has one pace
+                        if number == 0 or count == always:
+                            row.update(await server.streams(client, count, steps, pace))
+                print(f"round {number + 1} {server.name:8} {row}", flush=True)
+            found.append(took)
     return found
 
 
-async def unary_ms(client: httpx.AsyncClient, repeats: int = 200) -> float:
-    body = {"model": "paced", "messages": [{"role": "user", "content": "x"}], "max_tokens": TOKENS_PER_STEP}
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        (await client.post("/v1/chat/completions", json=body)).raise_for_status()
-        times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times)
+def medians(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of every number, over the rounds that have it."""
+    return {
+        server: {
+            key: round(statistics.median(took[server][key] for took in rounds if key in took[server]), 2)
+            for key, value in row.items()
+            if not isinstance(value, dict)
+        }
+        for server, row in rounds[0].items()
+    }
 
 
-def run(server: str, streams: list[int], steps: int) -> dict[str, Any]:
+def ratios(rounds: list[dict[str, Any]], servers: Sequence[str]) -> dict[str, Any]:
+    """What the aims are about, within each round: median, least and most."""
+    found: dict[str, Any] = {}
+
+    def note(name: str, values: list[float]) -> None:
+        found[name] = [round(value, 2) for value in (statistics.median(values), min(values), max(values))]
+
+    for ours in (name for name in ("ours", "haproxy") if name in servers):
+        for key in rounds[0][ours]:
+            if key.startswith("us_per_token_"):
+                having = [took for took in rounds if key in took[ours]]
+                label = key.removeprefix("us_per_token_")
+                if "plain" in servers:
+                    note(f"plain / {ours}, {label}", [took["plain"][key] / took[ours][key] for took in having])
+                if "bare" in servers:
+                    note(f"{ours} / bare, {label}", [took[ours][key] / took["bare"][key] for took in having])
+        if "bare" in servers:
+            over = [took[ours]["unary_p50_ms"] - took["bare"]["unary_p50_ms"] for took in rounds]
+            note(f"{ours} - bare, unary ms", over)
+    return found
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[Server]:
+    """A server, which need not be up yet."""
     port = free_port()
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "benchmarks.gateway", "--child", server, str(port)]
+    command = [sys.executable, "-m", "benchmarks.gateway", "--child", name, str(port)]
     child = subprocess.Popen(
         command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                if httpx.get(url + "/ready", timeout=5, trust_env=False).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            if child.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server {server} did not come up")
-            time.sleep(0.3)
-        return asyncio.run(measure(url, child.pid, streams, steps))
+        yield Server(name, child, f"http://127.0.0.1:{port}")
     finally:
         child.terminate()
         try:
@@ -273,10 +383,24 @@ def run(server: str, streams: list[int], steps: int) -> dict[str, Any]:
             child.wait(30)
 
 
+def wait_for(server: Server) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            if httpx.get(server.url + "/ready", timeout=5, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server {server.name} did not come up")
+        time.sleep(0.3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,16,64")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
     parser.add_argument("--child", nargs=2, metavar=("SERVER", "PORT"), help=argparse.SUPPRESS)
@@ -289,13 +413,20 @@ def main() -> None:
             {"bare": serve_bare, "plain": serve_plain}[server](port)
         return
     streams = [int(count) for count in options.streams.split(",")]
-    results = {}
-    for server in options.servers.split(","):
-        results[server] = run(server, streams, options.steps)
-        row = "  ".join(f"{key} {value}" for key, value in results[server].items())
-        print(f"{server:8} {row}", flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+    names = options.servers.split(",")
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for name in names:
+            servers.append(stack.enter_context(running(name)))
+            wait_for(servers[-1])
+        rounds = asyncio.run(measure(servers, streams, options.steps, options.rounds))
+    results = {"median": medians(rounds), "ratios": ratios(rounds, names), "aims": AIMS, "rounds": rounds}
+    for server, row in results["median"].items():
+        print(f"{server:8} " + "  ".join(f"{key} {value}" for key, value in row.items()))
+    for name, (median, least, most) in results["ratios"].items():
+        print(f"{name:28} {median:6.2f}  ({least:.2f} to {most:.2f})")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
 
 

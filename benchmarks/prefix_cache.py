@@ -17,7 +17,7 @@ class BlockCache:
     """Chained block hashes (`serve_app.router.prefixes`), at most `blocks` of them; the longest unused go first."""
 
     def __init__(self, blocks: int) -> None:
-        self._most = blocks
+        self.most = blocks
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class BlockCache:
         for block in prompt:
             self._kept.pop(block, None)
             self._kept[block] = None
-        while len(self._kept) > self._most:
+        while len(self._kept) > self.most:
             self._kept.popitem(last=False)
         return hit
 

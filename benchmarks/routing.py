@@ -1,12 +1,12 @@
 """Which router sends requests where their prompt is cached, and at what price: a simulation of replicas and chats.
 
-Multi-turn chats of growing length share a few system prompts. Each replica prefills one prompt at a time (what its
+Multi-turn chats of growing length share some system prompts. Each replica prefills one prompt at a time (what its
 prefix cache holds is free), decodes in a batch whose step grows with its size, and forgets the oldest blocks. The
 routers are the real ones: this product's table and fleet, and Ray's prefix tree under the policy of its
 PrefixCacheAffinityRouter; power of two choices is two lines. Several ingresses share the load, each with a router of
 its own, except for Ray's, whose tree is one actor for all.
 
-    python benchmarks/routing.py [--replicas 8] [--chats 1500] [--rate 6] [--seeds 3]
+    python benchmarks/routing.py [--replicas 8] [--chats 1500] [--rate 6] [--seeds 3] [--systems 4] [--cache 400000]
 
 Prints a table, the cost of one decision by the number of replicas, and JSON on the last line.
 
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.prefix_cache import BLOCK_CHARS, CHARS_PER_TOKEN, TOKENS_PER_BLOCK, BlockCache, words
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.router.fleet import Fleet
-from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
+from serve_app.router.prefixes import PrefixTable, beginning, blocks_of, common_blocks, home_key
 from serve_app.router.scoring import Candidate, Policy
 from serve_app.router.scoring import choose as choose_plainly
 
 PREFILL_TOKENS_S, STEP_S, STEP_PER_REQUEST_S = 8000.0, 0.015, 0.0004
-SLOTS, CACHE_TOKENS = 48, 400_000
+SLOTS = 48
 INGRESSES = 2
 Router = Callable[[GenerateRequest, list["Replica"], int], "Replica"]
 
@@ -45,9 +45,9 @@ Router = Callable[[GenerateRequest, list["Replica"], int], "Replica"]
 @dataclass
 class Replica:
     name: str
+    cache: BlockCache
     ongoing: int = 0
     prefill_free: float = 0.0
-    cache: BlockCache = field(default_factory=lambda: BlockCache(CACHE_TOKENS // TOKENS_PER_BLOCK))
     served: int = 0
 
     def prefill(self, blocks: list[int], now: float) -> tuple[float, int]:
@@ -71,22 +71,33 @@ class Chat:
     messages: list[dict[str, str]]
 
 
-def workload(chats: int, rate: float, rng: random.Random) -> list[tuple[float, int, Chat]]:
+@dataclass(frozen=True)
+class Load:
+    """Chats, how many begin in a second, and with how many different system prompts; replicas and their caches."""
+
+    replicas: int
+    chats: int
+    rate: float
+    systems: int
+    cache_tokens: int
+
+
+def workload(load: Load, rng: random.Random) -> list[tuple[float, int, Chat]]:
     """(arrival, tie-break, chat): Poisson arrivals of chats."""
-    systems = [f"System prompt {i}. " + words(rng, 6000) for i in range(4)]
+    systems = [f"System prompt {i}. " + words(rng, 6000) for i in range(load.systems)]
     now, events = 0.0, []
-    for key in range(chats):
-        now += rng.expovariate(rate)
+    for key in range(load.chats):
+        now += rng.expovariate(load.rate)
         system = rng.choice(systems)
         events.append((now, key, Chat(key, system, rng.randint(2, 8), [{"role": "system", "content": system}])))
     return events
 
 
-def simulate(router: Router, replicas: int, chats: int, rate: float, seed: int) -> dict[str, float]:
+def simulate(router: Router, load: Load, seed: int) -> dict[str, float]:
     rng = random.Random(seed)
-    fleet = [Replica(f"replica{i}") for i in range(replicas)]
-    order = chats
-    queue: list[tuple[float, int, Chat | Replica]] = [*workload(chats, rate, rng)]
+    fleet = [Replica(f"replica{i}", BlockCache(load.cache_tokens // TOKENS_PER_BLOCK)) for i in range(load.replicas)]
+    order = load.chats
+    queue: list[tuple[float, int, Chat | Replica]] = [*workload(load, rng)]
     heapq.heapify(queue)
     ttfts, hits, blocks_seen, spread = [], 0, 0, []
     while queue:
@@ -133,12 +144,12 @@ def prefix() -> Router:
 
     def choose(request: GenerateRequest, replicas: list[Replica], ingress: int) -> Replica:
         fleet, by_name = fleets[ingress], {replica.name: replica for replica in replicas}
-        fleet.become(by_name)
+        fleet.become(by_name, replicas[0].cache.most * BLOCK_CHARS / 256)
         for replica in replicas:
             fleet.set_load(replica.name, replica.ongoing, 0)
-        blocks, common = blocks_of(request, 256), common_blocks(request, 256)
-        name = fleet.choose(blocks, common, home_key(request, ""))
-        fleet.sent(blocks, common, name)
+        blocks, common, start = blocks_of(request, 256), common_blocks(request, 256), beginning(request)
+        name = fleet.choose(blocks, common, home_key(request, ""), (), start)
+        fleet.sent(blocks, common, name, start)
         return by_name[name]
 
     return choose
@@ -192,9 +203,9 @@ class Decider:
         return blocks_of(request, 256), common_blocks(request, 256)
 
     def decide(self, request: GenerateRequest) -> str:
-        blocks, common = self.cut(request)
-        name = self.fleet.choose(blocks, common, home_key(request, ""))
-        self.fleet.sent(blocks, common, name)
+        (blocks, common), start = self.cut(request), beginning(request)
+        name = self.fleet.choose(blocks, common, home_key(request, ""), (), start)
+        self.fleet.sent(blocks, common, name, start)
         load = self.fleet.load(name)
         for now in (load + 1, load + 1, load):
             self.fleet.set_load(name, now, 0)
@@ -204,7 +215,7 @@ class Decider:
         blocks, common = self.cut(request)
         overlaps = self.table.overlaps(blocks, self.names, common)
         candidates = [Candidate(n, self.fleet.load(n), overlaps.get(n, 0.0)) for n in self.names]
-        return choose_plainly(candidates, home_key(request, ""), Policy())
+        return choose_plainly(candidates, home_key(request, ""), Policy(), self.fleet.homes(beginning(request)))
 
     def check(self) -> None:
         for request in self.requests:
@@ -245,11 +256,14 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=1500)
     parser.add_argument("--rate", type=float, default=6.0, help="new chats per second")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--systems", type=int, default=4, help="system prompts")
+    parser.add_argument("--cache", type=int, default=400_000, help="tokens in each replica's prefix cache")
     options = parser.parse_args()
+    load = Load(options.replicas, options.chats, options.rate, options.systems, options.cache)
     table: dict[str, dict[str, float]] = {}
     print(f"{'':34}{'hit rate':>10}{'TTFT p50':>10}{'p99 ms':>10}{'max/mean load':>15}")
     for name, make in ROUTERS.items():
-        runs = [simulate(make(), options.replicas, options.chats, options.rate, s) for s in range(options.seeds)]
+        runs = [simulate(make(), load, seed) for seed in range(options.seeds)]
         row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         table[name] = row
         print(

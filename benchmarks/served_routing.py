@@ -91,7 +91,8 @@ class CachingEngine:
     async def health(self) -> None: ...
 
     def stats(self) -> EngineStats:
-        return EngineStats(self._live, 0, 64, last_token_age_s=time.monotonic() - self._last)
+        age = time.monotonic() - self._last
+        return EngineStats(self._live, 0, 64, kv_tokens_total=CACHE_TOKENS, last_token_age_s=age)
 
     def info(self) -> ModelInfo:
         return ModelInfo("cached", 1 << 20, 1000, 1)

@@ -88,6 +88,9 @@ def bind(
         max_surge_percent=100,
         max_ongoing_requests=ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
+        # Whatever stands in front, requests that are in a process which hangs wait until it is ended.
+        health_check_period_s=replica.health_check_period_s / CHECKS_PER_PERIOD,
+        health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s + INGRESS_DRAIN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
     ).bind(config, replicas, directory)
@@ -111,12 +114,11 @@ def placement_options(config: Config) -> dict[str, Any]:
 
 
 def routing_options(config: Config) -> dict[str, Any]:
-    """Serve's own router is power of two choices."""
+    """Which of our routers, with its settings."""
     routing = config.routing
-    if routing.policy == "power_of_two":
-        return {}
+    kind = {"prefix": "PrefixRouter", "power_of_two": "TwoChoicesRouter"}[routing.policy]
     options: dict[str, Any] = {
-        "request_router_class": "serve_app.router.serve_router.PrefixRouter",
+        "request_router_class": f"serve_app.router.serve_router.{kind}",
         "request_router_kwargs": routing.model_dump(exclude={"policy"}),
         "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
     }

@@ -1,7 +1,8 @@
 """`python -m serve_app.drain --deadline 720`: empties this node before it goes, for a pod's preStop or a systemd unit.
 
 Ray is told that the node will go; Serve then starts this node's replicas elsewhere where there is room, and lets those
-here end their answers. Returns when no replica is left here, or at the deadline with exit code 1.
+here end their answers. Its proxy here tells balancers that it goes (`/-/healthz`), and ends once the answers that pass
+through it have. Returns when neither is left here, or at the deadline with exit code 1.
 
 What this module does not do: stop Ray, or take the order back (a node that was told to go takes no replica again until
 its Ray is started anew).
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 PREEMPTION = 2  # ray.core.generated.autoscaler_pb2.DrainNodeReason
 POLL_S = 0.5
-REPLICA = "SERVE_REPLICA::"
+REPLICA, PROXY = "SERVE_REPLICA::", "SERVE_PROXY_ACTOR-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,20 +51,27 @@ def drain(node: str, deadline_s: float) -> int:
     if not accepted:
         print(f"Ray does not drain {node}: {why}", file=sys.stderr)
         return 1
-    while left := replicas_on(node):
+    while left := left_on(node):
         if time.monotonic() > end:
-            print(f"{len(left)} replicas are still on {node}: {', '.join(left)}", file=sys.stderr)
+            print(f"{len(left)} are still on {node}: {', '.join(left)}", file=sys.stderr)
             return 1
         time.sleep(POLL_S)
     return 0
 
 
-def replicas_on(node: str) -> list[str]:
-    """Names of the living replicas on a node."""
+def left_on(node: str) -> list[str]:
+    """Names of the living replicas and proxies on a node. The head's proxies never go."""
     from ray._private.state import actors
 
-    living = (actor for actor in actors().values() if actor["State"] == "ALIVE" and actor["Name"].startswith(REPLICA))
+    kinds = (REPLICA,) if _is_head(node) else (REPLICA, PROXY)
+    living = (actor for actor in actors().values() if actor["State"] == "ALIVE" and actor["Name"].startswith(kinds))
     return sorted(actor["Name"] for actor in living if actor["Address"]["NodeID"] == node)
+
+
+def _is_head(node: str) -> bool:
+    import ray
+
+    return any(n["NodeID"] == node and "node:__internal_head__" in n["Resources"] for n in ray.nodes())
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ SERVE_SWITCHES = {
 def main(argv: list[str] | None = None) -> int:
     """Exit code of `serve run`, or 1 when nothing could be started."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="IPv4 address to bind (default: this machine only)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument(
         "--proxy", choices=("auto", "serve", "haproxy"), default="auto",
@@ -65,15 +65,37 @@ def main(argv: list[str] | None = None) -> int:
             chosen = {} if options.proxy == "auto" else _proxy_switches(options.proxy, config)
             print("\n".join(f"export {name}={value}" for name, value in {**SERVE_SWITCHES, **chosen}.items()))
             return 0
-        choice = proxy.choose(options.proxy, os.environ)
+        choice = _choose(options.proxy, options.host)
         _check_port(options.host, options.port)
     except ConfigError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
-    base = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{options.port}"
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    base = f"http://{_in_url(reached)}:{options.port}"
     threading.Thread(target=_announce, args=(base, config.model.id), daemon=True).start()
     with _switched(choice, config, options.host):
         return _serve_run(options.host, options.port)
+
+
+def _choose(wanted: proxy.Wanted, host: str) -> proxy.Choice:
+    """As `proxy.choose`. Serve's HAProxy finds the ingress processes at IPv4 addresses, whatever they listen on.
+
+    Raises:
+        ConfigError: HAProxy is wanted for an IPv6 address, or there is none.
+    """
+    if not _is_ipv6(host):
+        return proxy.choose(wanted, os.environ)
+    if wanted == "haproxy":
+        raise ConfigError(f"--proxy haproxy takes IPv4 addresses alone, and --host is {host}", param="proxy")
+    return proxy.Choice(None, "HAProxy takes IPv4 addresses alone")
+
+
+def _is_ipv6(host: str) -> bool:
+    return ":" in host
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if _is_ipv6(host) else host
 
 
 def _proxy_switches(wanted: proxy.Wanted, config: Config) -> dict[str, str]:
@@ -160,12 +182,13 @@ def _check_port(host: str, port: int) -> None:
     """Ray reports a taken port only in a log of its proxy; say so before anything starts."""
     if not 0 < port < 65536:
         raise ConfigError(f"port {port} is not from 1 to 65535", param="port")
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            reason = f"cannot listen on {host}:{port}: {error.strerror}; choose another port or host"
+            where = f"{_in_url(host)}:{port}"
+            reason = f"cannot listen on {where}: {error.strerror}; choose another --port or --host"
             raise ConfigError(reason, param="port") from None
 
 

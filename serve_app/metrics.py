@@ -9,6 +9,7 @@ What this module does not do: expose HTTP (see `exporter`), or know engines and 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -18,8 +19,9 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 RESUME_OUTCOMES = ("resumed", "refused", "exhausted")
 OUTCOMES = ("stop", "length", "abort", "error")
-# Over the channel; else on the handle call, because a connection is being made, cannot be made, or is not offered.
-CHANNEL_WAYS = ("channel", "connecting", "unreachable", "no_offer")
+# Opened over the channel; opened by Serve's own transport, with items over the channel; else wholly by that, because a
+# connection is being made, cannot be made, or is not offered.
+CHANNEL_WAYS = ("opened", "channel", "connecting", "unreachable", "no_offer")
 REJECT_REASONS = ("auth", "rate", "overload", "invalid", "deadline")
 ROLES = ("target", "draft")
 PHASES = ("prefill", "draft", "verify", "accept")
@@ -31,6 +33,12 @@ _EXEMPLAR_ROOM = 128 - len(_EXEMPLAR_LABEL)
 def exemplar(request_id: str) -> dict[str, str] | None:
     """What links a sample to one request's log lines and trace; None for an id that is too long for the format."""
     return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
+
+
+def observe_each(histogram: Histogram, value: float, count: int) -> None:
+    """`histogram.observe(value)`, `count` times, at the cost of one."""
+    histogram._sum.inc(value * count)
+    histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(count)
 
 
 def _gauge(registry: CollectorRegistry, name: str, help: str, *labels: str) -> Gauge:
@@ -264,8 +272,9 @@ class GatewayMetrics:
         )
         self.channel_streams = Counter(
             "gateway_channel_streams_total",
-            "Answers by how their items began to come: over the connection to the replica (channel), or on the handle "
-            "call, because it is being made (connecting), cannot be made (unreachable), or is not offered (no_offer).",
+            "Answers by how they began: opened over the connection to the replica (opened), opened by Serve's own "
+            "transport with items over the connection (channel), or wholly by that, because the connection is being "
+            "made (connecting), cannot be made (unreachable), or is not offered (no_offer).",
             ("way",),
             registry=registry,
         )

@@ -26,6 +26,7 @@ from ray.serve.exceptions import RayServeException
 from serve_app.channel import Outlets, Parcel, Ticket
 from serve_app.config import Config
 from serve_app.engines.base import Chunk, Engine, GenerateRequest, ModelInfo
+from serve_app.entrance import own_entrance
 from serve_app.errors import ConfigError, EngineFailed, NotReady, ServeError
 from serve_app.exporter import Exporter
 from serve_app.logs import adopt_library
@@ -39,6 +40,27 @@ logger = logging.getLogger("ray.serve.ddtree.replica")
 
 ENGINE_FACTORY = "serve_app.engines:create_engine"
 Event = tuple[int, Chunk | Exception | None]
+
+
+class Events:
+    """What a job's prompts made, for one reader, which always takes all of it."""
+
+    def __init__(self) -> None:
+        self._made: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._made.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def all(self) -> list[Event]:
+        """What there is, once there is something."""
+        if not self._made:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        made, self._made = self._made, []
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +98,7 @@ class Replica:
         self._outlets = Outlets()
         if exporters is not None:
             if config.ingress.channel:
-                await self._outlets.open(ray.util.get_node_ip_address())
+                await self._outlets.open(ray.util.get_node_ip_address(), self._id, own_entrance())
             self._exporter = Exporter(self._registry, config.metrics, exporters, config.model.id)
             self._exporter.start()
 
@@ -84,11 +106,12 @@ class Replica:
         """Run the job's prompts concurrently. The first item is the outcome: data, or an error before any.
 
         Streams: the first chunk goes out at once, then everything that queued up meanwhile as one item; there are no
-        timers. Without streaming, an empty item says that generation has begun, and the body follows at the end.
+        timers. Without streaming, an empty item says that generation has begun, unless it has ended as well; the body
+        follows at the end.
         Closing or cancelling aborts every prompt in the engine. A job that another replica began goes on behind what
         was sent.
         """
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+        queue = Events()
         self._note_arrival(job)
         tasks = [asyncio.create_task(self._pump(work, queue, job)) for work in open_work(job.requests, job.sent)]
         key = object()
@@ -100,7 +123,8 @@ class Replica:
         except Exception as error:
             failure = self._as_serve_error(error, job)
             # The frames are for a client that already has some; a first item is answered by its error alone.
-            yield Item(data=error_frames(failure) if job.stream else b"", error=failure, replica=self._id)
+            said = error_frames(failure) if job.stream else b""
+            yield Item(data=said, error=failure, replica=self._id, last=True)
         finally:
             self._first_tokens.left(key)
             for task in tasks:
@@ -122,19 +146,19 @@ class Replica:
                 fields = {"request_id": job.origin.request_id, "prompt": prompt}
                 logger.info("prompt of %s: %s", job.id, prompt, extra=fields)
 
-    async def _pump(self, work: Work, queue: asyncio.Queue[Event], job: Job) -> None:
+    async def _pump(self, work: Work, queue: Events, job: Job) -> None:
         prompt, choice, request = work
         try:
             async with contextlib.aclosing(self._engine.submit(request)) as chunks:  # type: ignore[type-var]
                 async for made in chunks:
                     chunk = made if choice is None else replace(made, index=choice)
-                    queue.put_nowait((prompt, chunk))
+                    queue.put((prompt, chunk))
                     if self._tracer is not None and chunk.trail is not None:
                         self._tracer.choice(job.origin, chunk)
         except Exception as error:
-            queue.put_nowait((prompt, error))
+            queue.put((prompt, error))
         else:
-            queue.put_nowait((prompt, None))
+            queue.put((prompt, None))
 
     def _as_serve_error(self, error: Exception, job: Job) -> ServeError:
         if isinstance(error, ServeError):
@@ -175,7 +199,7 @@ class Replica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve now and then, for the routers."""
-        return {"healthy": self._watchdog.failure is None}
+        return {"healthy": self._watchdog.failure is None, "kv_tokens": self._engine.stats().kv_tokens_total}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve where the number of replicas follows the load."""
@@ -218,15 +242,13 @@ def load(path: str) -> Callable[..., Any]:
         raise ConfigError(f"cannot load {path}: {error}", param="engine.kind") from error
 
 
-async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+async def _stream(job: Job, queue: Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens = Renderer(job), 0
     progress: list[Progress] = []
     if not running:  # all was said but the end
-        yield Item(data=renderer.end())
+        yield Item(data=renderer.end(), last=True)
     while running:
-        events = [await queue.get()]
-        while not queue.empty():
-            events.append(queue.get_nowait())
+        events = await queue.all()
         data: list[bytes] = []
         content = False
         failure: Exception | None = None
@@ -248,33 +270,34 @@ async def _stream(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncI
             data.append(renderer.end())
         joined = b"".join(data)
         if joined:
-            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress))
+            ended = not running and failure is None
+            yield Item(data=joined, tokens=tokens, content=content, progress=tuple(progress), last=ended)
             progress, tokens = [], 0
         if failure is not None:
             raise failure
 
 
-async def _collect(job: Job, queue: asyncio.Queue[Event], running: int) -> AsyncIterator[Item]:
+async def _collect(job: Job, queue: Events, running: int) -> AsyncIterator[Item]:
     renderer, tokens, begun = Renderer(job), 0, False
     progress: list[Progress] = []
     while running:
-        prompt, event = await queue.get()
-        if isinstance(event, Chunk):
-            if event.finish_reason == "abort":
-                raise _aborted()
-            renderer.collect(prompt, event)
-            if event.finish_reason is not None:
-                progress.append(renderer.progress(prompt, event))
-            tokens += len(event.token_ids)
-            if not begun:
-                begun = True
-                yield Item(tokens=tokens)
-                tokens = 0
-        elif event is None:
-            running -= 1
-        else:
-            raise event
-    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress))
+        for prompt, event in await queue.all():
+            if isinstance(event, Chunk):
+                if event.finish_reason == "abort":
+                    raise _aborted()
+                renderer.collect(prompt, event)
+                if event.finish_reason is not None:
+                    progress.append(renderer.progress(prompt, event))
+                tokens += len(event.token_ids)
+            elif event is None:
+                running -= 1
+            else:
+                raise event
+        if tokens and running and not begun:
+            begun = True
+            yield Item(tokens=tokens)
+            tokens = 0
+    yield Item(data=renderer.body(), tokens=tokens, content=True, progress=tuple(progress), last=True)
 
 
 def _aborted() -> ServeError:

@@ -1,11 +1,15 @@
 """What is HAProxy's own: run by test_haproxy, with TEST_PROXY=haproxy."""
 
+import contextlib
+import csv
 import json
 import os
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -28,15 +32,23 @@ def lonely(serve_app_factory: Callable[..., Served]) -> Served:
     return serve_app_factory("lonely", config, FAKE_ENGINE)
 
 
-def test_it_is_haproxy_that_listens(served: Served) -> None:
-    (owner,) = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == served.port}
-    assert psutil.Process(owner).name() == "haproxy"
+def listeners(port: int) -> set[tuple[str, str]]:
+    """Program and address of each socket that a process with the port listens on. After a change of its configuration
+    there are two of them for a moment."""
+    pids = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == port}
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            sockets = (c for c in process.net_connections("tcp") if c.status == "LISTEN")
+            found |= {(process.name(), c.laddr[0]) for c in sockets}
+    return found
 
 
-def test_its_own_pages_are_for_this_machine_alone(served: Served) -> None:
-    pid = next(c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == served.port)
-    listening = {c.laddr[0] for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
-    assert listening == {"127.0.0.1"}
+def test_it_is_haproxy_that_listens_and_for_this_machine_alone(served: Served) -> None:
+    """Its own pages, too."""
+    eventually(lambda: bool(listeners(served.port)), 30)
+    assert listeners(served.port) <= {("haproxy", "127.0.0.1")}
 
 
 def test_a_client_that_waits_too_long_is_told_in_openais_shape(served: Served) -> None:
@@ -88,3 +100,41 @@ def test_a_whole_answer_whose_ingress_is_lost_is_an_envelope(lonely: Served, ing
     # HAProxy's own, or the edge's where Serve's proxy stood in for an ingress that was just replaced.
     assert answer.status_code == 503 and answer.json()["error"]["code"] in ("not_ready", "replica_lost")
     assert answer.headers["x-should-retry"] == "true" and int(answer.headers["retry-after"]) >= 1
+
+
+def test_requests_that_meet_a_frozen_ingress_end(serve_app_factory: Callable[..., Served]) -> None:
+    """They wait until Serve has ended it, which tells their clients to ask again; others go elsewhere before that."""
+    config = {
+        "model": {"id": "fake"},
+        "replica": {"num_cpus": 0.1},
+        "ingress": {"num_replicas": 2},
+        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+    }
+    served = serve_app_factory("icy", config, FAKE_ENGINE)
+    # Until then Serve's own proxy stands in for them.
+    eventually(lambda: ingresses_up("icy") == 2, 60)
+    frozen, _ = replica_pids("icy", "ingress").values()
+    os.kill(frozen, signal.SIGSTOP)
+    with ThreadPoolExecutor(16) as pool:
+        ends = Counter(pool.map(lambda _: ask(served), range(16)))
+    # Each within the client's patience.
+    assert ends.keys() == {"whole", "503 not_ready retry"}, ends
+    eventually(lambda: frozen not in replica_pids("icy", "ingress").values(), 60)
+    assert {ask(served) for _ in range(8)} == {"whole"}
+
+
+def ingresses_up(app: str) -> int:
+    """As HAProxy sees them."""
+    port = os.environ["RAY_SERVE_HAPROXY_STATS_PORT"]
+    page = httpx.get(f"http://127.0.0.1:{port}/stats;csv", timeout=30, trust_env=False).text
+    rows = csv.DictReader(page.removeprefix("# ").splitlines())
+    return sum(row["status"] == "UP" and f"{app}-ingress" in row["svname"] for row in rows)
+
+
+def ask(served: Served) -> str:
+    """How a short answer ends."""
+    answer = httpx.post(served.url + CHAT, json=chat("a b"), timeout=60, trust_env=False)
+    if answer.status_code == 200:
+        return "whole" if answer.json()["choices"][0]["message"]["content"] == "a b" else answer.text
+    retry = " retry" if answer.headers.get("x-should-retry") == "true" else ""
+    return f"{answer.status_code} {answer.json()['error']['code']}{retry}"

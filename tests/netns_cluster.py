@@ -44,9 +44,9 @@ class Long(Load):
 class Nodes:
     """Starts, kills and starts Ray on the hosts of a network."""
 
-    def __init__(self, network: Network, directory: str) -> None:
+    def __init__(self, network: Network, directory: str, storage: str = "") -> None:
         self.network, self._directory = network, directory
-        self.storage = "redis" if shutil.which("redis-server") else "rocksdb"
+        self.storage = storage or ("redis" if shutil.which("redis-server") else "rocksdb")
         self.gcs = f"{network.address('head')}:{GCS_PORT}"
         # Raylets wait so long for a head that is away.
         self._env = {**os.environ, "RAY_gcs_rpc_server_reconnect_timeout_s": "120"}

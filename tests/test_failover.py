@@ -118,15 +118,16 @@ def test_a_request_that_ends_its_replicas_ends_a_bounded_number(three: Served) -
     eventually(lambda: len(set(pids(three)) - before) == 3, 90)
 
 
-@pytest.fixture(scope="module")
-def unnoticed(serve_app_factory: Callable[..., Served]) -> Served:
+@pytest.fixture(scope="module", params=["prefix", "power_of_two"])
+def unnoticed(serve_app_factory: Callable[..., Served], request: pytest.FixtureRequest) -> Served:
     """Two replicas whose engines nobody looks at for as long as the tests last."""
     config = {
         "model": {"id": "fake"},
+        "routing": {"policy": request.param},
         "replica": {"num_replicas": 2, "num_cpus": 0.1, "health_check_period_s": 3000},
         "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
     }
-    return serve_app_factory("unnoticed", config, FAKE_ENGINE)
+    return serve_app_factory(f"unnoticed-{request.param}", config, FAKE_ENGINE)
 
 
 def end_an_engine(served: Served, client: httpx.Client) -> None:

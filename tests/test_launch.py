@@ -1,5 +1,7 @@
 """What the launcher does besides `serve run`; the whole of it runs in test_laptop."""
 
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ import pytest
 from ray import serve
 
 from serve_app import launch
+from serve_app.errors import ConfigError
 
 
 class Ready(BaseHTTPRequestHandler):
@@ -56,6 +59,29 @@ def test_the_proxys_switches_are_printed_where_they_are_asked_for() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     more = done.stdout.splitlines()[len(SERVE_SWITCHES) :]
     assert more == ["export RAY_SERVE_ENABLE_HA_PROXY=0"]
+
+
+def test_an_ipv6_address_is_served_by_serves_proxy() -> None:
+    """Whatever HAProxy is there: it would look for the ingress processes at an IPv4 address."""
+    assert launch._choose("auto", "::1").binary is None
+    assert launch._choose("serve", "::1").binary is None
+    with pytest.raises(ConfigError, match="--host is ::1"):
+        launch._choose("haproxy", "::1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_taken_port_is_told_with_its_address(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as taken:
+        try:
+            taken.bind((host, 0))
+        except OSError as error:
+            pytest.skip(f"no {host} here: {error}")
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=re.escape(f"{launch._in_url(host)}:{port}")):
+            launch._check_port(host, port)
+    launch._check_port(host, port)
 
 
 @pytest.fixture

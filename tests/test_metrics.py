@@ -4,9 +4,16 @@ import re
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
-from serve_app.metrics import EngineMetrics, GatewayMetrics, ProcessMetrics, exemplar
+from serve_app.metrics import (
+    ITL_BUCKETS,
+    EngineMetrics,
+    GatewayMetrics,
+    ProcessMetrics,
+    exemplar,
+    observe_each,
+)
 
 UNITS = ("milliseconds", "minutes", "hours", "kilobytes", "megabytes", "percent")
 
@@ -102,3 +109,19 @@ def test_a_request_id_within_the_formats_room_becomes_an_exemplar(length: int) -
 @pytest.mark.parametrize("length", [0, 119])
 def test_no_exemplar_is_better_than_an_invalid_one(length: int) -> None:
     assert exemplar("r" * length) is None
+
+
+@pytest.mark.parametrize("value", [0.0, *ITL_BUCKETS, 0.0031, 3.0])
+def test_many_observations_at_once_are_many(value: float) -> None:
+    """Two, so that the sums agree to the last bit."""
+    pages = []
+    for each in (True, False):
+        registry = CollectorRegistry()
+        histogram = GatewayMetrics(registry).itl.labels("m", "true")
+        if each:
+            observe_each(histogram, value, 2)
+        else:
+            for _ in range(2):
+                histogram.observe(value)
+        pages.append([line for line in generate_latest(registry).decode().splitlines() if "created" not in line])
+    assert pages[0] == pages[1]

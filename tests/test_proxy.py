@@ -11,6 +11,7 @@ import pytest
 from serve_app import proxy
 from serve_app.errors import ConfigError, NotReady
 from serve_app.launch import SERVE_SWITCHES
+from serve_app.proxy.__main__ import main as link_into
 
 
 def fake_haproxy(directory: Path, says: str) -> str:
@@ -50,8 +51,39 @@ def test_an_environment_that_says_no_is_obeyed(tmp_path: Path) -> None:
     assert proxy.choose("serve", {**env, proxy.ENABLED: "1"}).binary is None
 
 
-def test_the_script_does_not_take_itself_for_haproxy() -> None:
-    assert proxy.find({proxy.BINARY: str(proxy.SCRIPT), "PATH": ""}) != str(proxy.SCRIPT)
+def test_the_script_does_not_take_itself_for_haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "ddtree-haproxy"
+    link.symlink_to(proxy.SCRIPT)
+    for named in (str(proxy.SCRIPT), str(link)):
+        # The package's finder reads the process's own environment.
+        monkeypatch.setenv(proxy.BINARY, named)
+        assert proxy.find({proxy.BINARY: named, "PATH": ""}) not in (str(proxy.SCRIPT), str(link))
+        assert proxy.find({proxy.BINARY: named, proxy.STARTED: "/x/haproxy"}) == "/x/haproxy"
+
+
+def test_a_clusters_nodes_name_it_by_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: a release's directory may be linked again."""
+    binary = fake_haproxy(tmp_path, "HAProxy version 2.8.25")
+    monkeypatch.setenv(proxy.BINARY, binary)
+    where = tmp_path / "bin"
+    where.mkdir()
+    for _ in range(2):
+        assert link_into([str(where)]) == 0
+    assert {path.name: path.resolve() for path in where.iterdir()} == {
+        "ddtree-haproxy": proxy.SCRIPT,
+        "haproxy": Path(binary),
+    }
+    # Through the links, it starts the PATH's.
+    said = subprocess.run(
+        ["ddtree-haproxy", "-v"], env={"PATH": f"{where}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=10,
+        check=True,
+    )  # fmt: skip
+    assert said.stdout.startswith("HAProxy version")
+
+
+def test_no_link_is_made_to_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(proxy.BINARY, str(tmp_path / "none"))
+    assert link_into([str(tmp_path)]) == 1 and not list(tmp_path.iterdir())
 
 
 def test_long_answers_outlive_a_reload() -> None:
@@ -78,10 +110,25 @@ def test_the_script_can_be_run() -> None:
         subprocess.run(["shellcheck", str(proxy.SCRIPT)], check=True, timeout=60)
 
 
+WRITTEN = """\
+defaults
+    mode http
+frontend prometheus
+    bind :9101
+    mode http
+frontend http_frontend
+    bind *:8000
+backend app
+    server a 10.0.0.11:30000
+listen stats
+  bind *:8404
+"""
+
+
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
     config = tmp_path / "haproxy.cfg"
-    config.write_text("defaults\n    mode http\n    bind :9101\n    bind 127.0.0.1:8000\n  bind *:8404\n")
+    config.write_text(WRITTEN)
     (tmp_path / "500.http").write_text("plain text")
     env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "$@"), "HAPROXY_PAGES_HOST": host}
     (tmp_path / "haproxy").write_text('#!/bin/sh\nprintf "%s " "$@"\n')
@@ -89,10 +136,13 @@ def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
         [proxy.SCRIPT, "-db", "-f", config, "-sf", "1"], env=env, capture_output=True, text=True, timeout=10, check=True
     )
     assert said.stdout.split() == ["-db", "-f", str(config), "-sf", "1"]
-    pages = [f"{host}:9101", "127.0.0.1:8000", f"{host or '*'}:8404"]
-    first, limit, mode, *binds = config.read_text().splitlines()
-    assert (first, limit.split(), mode.split()) == ("defaults", ["timeout", "http-request", "30s"], ["mode", "http"])
-    assert [line.split()[1] for line in binds] == pages
+    lines = [line.strip() for line in config.read_text().splitlines()]
+    # Right behind the section's name, so that Serve's own lines win.
+    assert lines[0] == "defaults" and lines[1] == "timeout http-request 30s"
+    assert lines.index("timeout check 2s") < lines.index("option srvtcpka") < lines.index("mode http")
+    # The service's own line, which may look like that of a page, stays.
+    binds = [line.split()[1] for line in lines if line.startswith("bind ")]
+    assert binds == [f"{host}:9101", "*:8000", f"{host or '*'}:8404"]
     head, _, body = (tmp_path / "500.http").read_bytes().partition(b"\r\n\r\n")
     error = NotReady("No process of the service answers.", retry_after=1)
     status, *headers = head.decode().split("\r\n")
@@ -100,3 +150,50 @@ def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
     found = dict(line.split(": ") for line in headers)
     assert found.items() >= error.headers().items()
     assert int(found["content-length"]) == len(body) and b'"code":"not_ready"' in body
+
+
+BACKENDS = """\
+backend default_backend
+    http-request return status 404
+backend near
+    option httpchk GET /-/healthz
+    server own 127.0.0.1:30000 check on-error mark-down
+    server other 10.0.0.12:30000 check on-error mark-down
+    server fallback 127.0.0.1:8500 check backup
+backend far
+    server other 10.0.0.12:30000 check on-error mark-down
+    server fallback 10.0.0.10:8500 check backup
+listen stats
+  bind *:8404
+"""
+
+
+def test_a_nodes_own_ingresses_come_first(tmp_path: Path) -> None:
+    """The others' are reserves beside Serve's own proxy, where there are any of its own."""
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(BACKENDS)
+    env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "")}
+    subprocess.run([proxy.SCRIPT, "-f", config], env=env, capture_output=True, timeout=10, check=True)
+    sections = config.read_text().split("backend ")
+    near, far = (next(text for text in sections if text.startswith(name)) for name in ("near", "far"))
+    servers = [line.split() for line in near.splitlines() if line.startswith("    server")]
+    assert {words[1]: words[-1] == "backup" for words in servers} == {"own": False, "other": True, "fallback": True}
+    assert "option allbackups" in near
+    assert f"backend {far}" in BACKENDS
+
+
+def test_haproxy_takes_what_the_script_writes(tmp_path: Path) -> None:
+    choice = proxy.choose("auto", {**os.environ, proxy.ENABLED: "1"})
+    if choice.binary is None:
+        pytest.skip(choice.why)
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "defaults\n    mode http\n    timeout connect 5s\n    timeout client 5s\n    timeout server 5s\n"
+        "frontend http_frontend\n    bind 127.0.0.1:8000\n    default_backend app\nbackend app\n"
+        "    server a 127.0.0.1:9 check\n"
+    )
+    env = {**os.environ, "HAPROXY_BINARY": choice.binary}
+    done = subprocess.run(
+        [proxy.SCRIPT, "-c", "-f", config], env=env, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr

@@ -32,6 +32,8 @@ if [[ -f $constraints ]]; then pins=(-c "$constraints"); else echo "no $constrai
 # Scripts of a virtual environment name its path: move only after rewriting them.
 grep -rlI "$partial" "$partial/bin" | xargs -r sed -i "s#$partial#$release#g"
 mv "$partial" "$release"
+"$release/bin/python" -m serve_app.proxy "$release/bin" ||
+  echo "without HAProxy: set RAY_SERVE_ENABLE_HA_PROXY=0 in /etc/ddtree/ray.env, on all nodes" >&2
 install -d "$release/deploy"
 cp -r "$here/../serve" "$here/../sglang" "$here" "$release/deploy/"
 

@@ -35,6 +35,10 @@ secret() { # readable by its user alone
 }
 
 check "the application is installed" "$python" -c 'import ray, serve_app'
+if [[ ${RAY_SERVE_ENABLE_HA_PROXY:-0} == 1 ]]; then
+  check "HAProxy can be used" "${RAY_SERVE_HAPROXY_BINARY_PATH:-haproxy}" -v
+  for port in 8404 9101; do if listens "$port"; then miss "port $port is taken"; fi; done
+fi
 check "$etc/ray-token is there, mode 0400 or 0600" secret "$etc/ray-token"
 check "$etc/keys.yaml is there" test -r "$etc/keys.yaml"
 files=$(ulimit -n)
@@ -52,7 +56,7 @@ done
 
 case $role in
   head)
-    for port in 6379 8265 10001; do if listens "$port"; then miss "port $port is taken"; fi; done
+    for port in 6379 8265 8500 10001; do if listens "$port"; then miss "port $port is taken"; fi; done
     if [[ -n ${CLUSTER_REDIS:-} ]]; then
       check "$etc/redis-password is there, mode 0400 or 0600" secret "$etc/redis-password"
       check "Redis answers at $CLUSTER_REDIS" reaches "${CLUSTER_REDIS%:*}" "${CLUSTER_REDIS##*:}"

@@ -28,6 +28,8 @@ class Framed(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._entries: list[bytes] = []
+        self._flushing = False
+        self._due: asyncio.TimerHandle | None = None
         self.closed = False
 
     def message(self, body: bytes) -> None:
@@ -69,17 +71,25 @@ class Framed(asyncio.Protocol):
         finally:
             del buffer[:at]
 
-    def send(self, entry: bytes) -> None:
-        """Queue an entry, which leaves with the others of this turn."""
+    def send(self, entry: bytes, within_s: float = 0.0) -> None:
+        """Queue an entry, which leaves with the others of this turn; or with the next that do, after `within_s` at the
+        latest."""
         if self.closed:
             return
-        if not self._entries:
-            self._loop.call_soon(self._flush)
         self._entries.append(entry)
+        if within_s:
+            if self._due is None:
+                self._due = self._loop.call_later(within_s, self._flush)
+        elif not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        entries, self._entries = self._entries, []
-        if self.closed or self._transport is None:
+        entries, self._entries, self._flushing = self._entries, [], False
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        if self.closed or self._transport is None or not entries:
             return
         if sum(map(len, entries)) < self._limit_out - ROOM:
             self._transport.write(join(entries))

@@ -10,16 +10,22 @@ import itertools
 import logging
 import secrets
 import time
+import weakref
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
-from serve_app.channel.framed import Framed
+from serve_app.channel.framed import ROOM, Framed
+from serve_app.channel.jobs import pack_job
 from serve_app.channel.wire import (
     END,
     ITEM,
     MAGIC,
-    MAX_CONTROL,
-    MAX_ITEMS,
+    MAX_ITEM,
+    MAX_MESSAGE,
+    OVER,
+    PART,
+    TAKES,
+    About,
     ChannelError,
     Offer,
     Parcel,
@@ -28,10 +34,13 @@ from serve_app.channel.wire import (
     item_of,
     lost,
     pack_greeting,
+    pack_leave,
+    pack_open,
     pack_taken,
     unpack,
+    unpack_one,
 )
-from serve_app.protocol import Item
+from serve_app.protocol import Item, Job
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 # Bytes of one stream that may be on their way or wait for their client.
@@ -52,6 +61,7 @@ class Inlet:
         self._inlets = inlets
         self._loop = asyncio.get_running_loop()
         self._ready: deque[Item] = deque()
+        self._pieces = bytearray()
         self._early: dict[int, Item] = {}
         self._next = 0
         self._total: int | None = None
@@ -71,6 +81,19 @@ class Inlet:
         """Over the channel."""
         self.line = line
         self._add(number, item)
+
+    def piece(self, line: _Line, piece: bytes, last: bool) -> None:
+        """Over the channel: a part of an item's entry. Raises ChannelError."""
+        if len(self._pieces) + len(piece) > MAX_ITEM:
+            raise ChannelError("the item is too long")
+        self._pieces += piece
+        if last:
+            entry, self._pieces = unpack_one(self._pieces), bytearray()
+            self.arrived(line, entry[2], item_of(entry))
+
+    def taken_over(self, line: _Line) -> None:
+        """The replica takes the stream, which was opened over the channel; all of it comes there."""
+        self.line, self._moved, self.way = line, True, "opened"
 
     def ended(self, line: _Line, total: int) -> None:
         """Over the channel: how many items there are in all."""
@@ -113,7 +136,8 @@ class Inlet:
         return self._total is not None and self._next >= self._total
 
     def _add(self, number: int, item: Item, taken: bool = False) -> None:
-        self._held += cost(item)
+        size = cost(item)
+        self._held += size
         if number == self._next and not self._early:
             self._ready.append(item)
             self._next += 1
@@ -124,7 +148,7 @@ class Inlet:
                 self._next += 1
         if taken:
             # It is nothing that the channel's window counts.
-            self._taken -= cost(item)
+            self._taken -= size
         if self._ready:
             self._wake()
 
@@ -157,8 +181,9 @@ class Inlet:
             finally:
                 self._waiter = None
         item = self._ready.popleft()
-        self._taken += cost(item)
-        self._held -= cost(item)
+        size = cost(item)
+        self._taken += size
+        self._held -= size
         if self._room is not None and not self._room.done() and not self._full():
             self._room.set_result(None)
         if self._taken >= self.ticket.window // 2 and self.line is not None:
@@ -173,12 +198,45 @@ class Inlet:
         self._inlets.forget(self.ticket.stream)
 
 
+class Opened:
+    """A stream that was opened over the channel, until it ends.
+
+    Attributes:
+        takes: whether the replica takes it, and how many calls that has now; None where that is never said.
+        over: why it counts no more: empty where it ended by itself, the name of what the replica raised, "lost" or
+            "left". Its last item may have come before.
+    """
+
+    def __init__(self, line: _Line, stream: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.takes: asyncio.Future[tuple[bool, int] | None] = loop.create_future()
+        self.over: asyncio.Future[str] = loop.create_future()
+        self._line, self._stream = line, stream
+
+    def said(self, accepted: bool, ongoing: int) -> None:
+        if not self.takes.done():
+            self.takes.set_result((accepted, ongoing))
+
+    def end(self, why: str) -> None:
+        if not self.takes.done():
+            self.takes.set_result(None)
+        if not self.over.done():
+            self.over.set_result(why)
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        if self._line.forget(self._stream):
+            self._line.send(pack_leave(self._stream))
+        self.end("left")
+
+
 class _Line(Framed):
     """The connection to one replica."""
 
     def __init__(self, inlets: Inlets, offer: Offer) -> None:
-        super().__init__(MAX_ITEMS, MAX_CONTROL)
+        super().__init__(MAX_MESSAGE, MAX_MESSAGE)
         self._inlets, self._offer = inlets, offer
+        self._opened: dict[int, Opened] = {}
         self.greeted: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -194,39 +252,97 @@ class _Line(Framed):
             self._entry(entry)
 
     def _entry(self, entry: list[Any]) -> None:
-        if len(entry) < 3 or not all(isinstance(value, int) for value in entry[:3]):
+        try:
+            kind, stream, number = entry[:3]
+        except ValueError:
+            raise ChannelError("not an entry") from None
+        if not (isinstance(kind, int) and isinstance(stream, int) and isinstance(number, int)):
             raise ChannelError("not an entry")
-        kind, stream, number = entry[:3]
         inlet = self._inlets.inlet(stream)
-        if inlet is None:
-            return  # its client left
         if kind == ITEM:
-            inlet.arrived(self, number, item_of(entry))
+            if inlet is not None:  # else its client left
+                inlet.arrived(self, number, item_of(entry))
         elif kind == END:
-            inlet.ended(self, number)
+            if inlet is not None:
+                inlet.ended(self, number)
+        elif kind == TAKES and len(entry) == 4:
+            self._takes(stream, inlet, number, bool(entry[3]))
+        elif kind == OVER and len(entry) == 4:
+            self._close(stream, str(entry[3]))
+        elif kind == PART and len(entry) == 4 and isinstance(entry[3], bytes):
+            if inlet is not None:
+                inlet.piece(self, entry[3], bool(number))
         else:
             raise ChannelError("no such entry")
 
+    def open(self, ticket: Ticket, about: About, job: Job) -> Opened | None:
+        """Ask the replica to take a stream. None where that cannot be said in a message, or not any more."""
+        try:
+            entry = pack_open(ticket, about, pack_job(job))
+        except (ValueError, TypeError, OverflowError):
+            return None
+        if self.closed or len(entry) > MAX_MESSAGE - ROOM:
+            return None
+        opened = self._opened[ticket.stream] = Opened(self, ticket.stream)
+        self.send(entry)
+        return opened
+
+    def forget(self, stream: int) -> bool:
+        """Whether it was open."""
+        return self._opened.pop(stream, None) is not None
+
+    def _takes(self, stream: int, inlet: Inlet | None, ongoing: int, accepted: bool) -> None:
+        opened = self._opened.get(stream)
+        if opened is None:
+            return  # its client left
+        if not accepted:
+            del self._opened[stream]
+        elif inlet is not None:
+            inlet.taken_over(self)
+        opened.said(accepted, ongoing)
+
+    def _close(self, stream: int, why: str) -> None:
+        if (opened := self._opened.pop(stream, None)) is not None:
+            opened.end(why)
+
     def ended(self) -> None:
+        opened, self._opened = self._opened, {}
+        for one in opened.values():
+            one.end("lost")
         if not self.greeted.done():
             self.greeted.cancel()
         self._inlets.gone(self, self._offer)
 
 
 class Inlets:
-    """All streams and connections of an ingress process."""
+    """All streams and connections of an ingress process, which `of` finds again by their id."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[str, Inlets]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(16)
+        self._known[self.id] = self
+        self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._streams: dict[int, Inlet] = {}
         self._lines: dict[Offer, _Line | asyncio.Task[None]] = {}
+        self._by_name: dict[str, _Line] = {}
         self._left_alone: dict[Offer, float] = {}
 
     def open(self) -> Inlet:
         ticket = Ticket(self.id, next(self._numbers), WINDOW)
         inlet = self._streams[ticket.stream] = Inlet(ticket, self)
         return inlet
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> Inlets | None:
+        """Those of a ticket, on the event loop that runs."""
+        found = cls._known.get(ticket.ingress)
+        return found if found is not None and found._loop is asyncio.get_running_loop() else None
+
+    def line_to(self, replica: str) -> _Line | None:
+        """The connection over which that replica takes streams, if there is one."""
+        return self._by_name.get(replica)
 
     def inlet(self, stream: int) -> Inlet | None:
         return self._streams.get(stream)
@@ -268,11 +384,14 @@ class Inlets:
                 self._lines.pop(offer, None)
             else:
                 self._lines[offer] = line
+                if offer.opens:
+                    self._by_name[offer.opens] = line
 
     def gone(self, line: _Line, offer: Offer) -> None:
         """A connection is over, and with it what was on its way."""
         if self._lines.get(offer) is line:
             del self._lines[offer]
+            self._by_name.pop(offer.opens, None)
         for inlet in list(self._streams.values()):
             if inlet.line is line:
                 inlet.fail(lost())

@@ -1,8 +1,9 @@
 """What travels on a channel, and what the handle call beside it carries.
 
 A message is its length and a msgpack array of entries, which are arrays; the first message of either side is its
-greeting. Entries of the replica are items, numbered within their stream, and ends; of the ingress, what it has taken of
-a stream. msgpack makes plain data only, so that a peer can at worst say something wrong.
+greeting. Entries of the replica are items, numbered within their stream, ends, and whether it takes a stream that was
+opened here; of the ingress, streams that it opens or leaves, and what it has taken of them. msgpack makes plain data
+only, so that a peer can at worst say something wrong.
 
 What this module does not do: sockets.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
@@ -21,12 +22,14 @@ from serve_app.engines.base import Usage
 from serve_app.errors import ReplicaLost, ServeError
 from serve_app.protocol import Item, Progress
 
-MAGIC = "ddtree-channel-1"
-# Bytes of one message: what a replica may send, and an ingress.
-MAX_ITEMS, MAX_CONTROL = 8 * 1024 * 1024, 64 * 1024
+MAGIC = "ddtree-channel-2"
+# Bytes of one message: what a peer may send, and one that is not known yet.
+MAX_MESSAGE, MAX_GREETING = 8 * 1024 * 1024, 64 * 1024
+# An item that fits none goes in pieces, up to this size.
+PIECE, MAX_ITEM = 1024 * 1024, 256 * 1024 * 1024
 # What an item counts against a stream's window beside its data.
 ITEM_OVERHEAD = 64
-ITEM, END = 0, 1
+ITEM, END, PART, TAKES, OVER = range(5)
 HEADER = struct.Struct(">I")
 _HEAD, _ARRAY = struct.Struct(">IBI"), 5
 
@@ -50,11 +53,24 @@ class Ticket:
 
 
 class Offer(NamedTuple):
-    """Where a replica listens, and the secret that opens a connection."""
+    """Where a replica listens, and the secret that opens a connection. `opens`: the replica's name, as routers know it,
+    where streams can be opened over the connection; else empty."""
 
     host: str
     port: int
     token: str
+    opens: str = ""
+
+
+class About(NamedTuple):
+    """What Serve tells a replica about a call, beside its arguments."""
+
+    request_id: str
+    internal_request_id: str
+    route: str = ""
+    app_name: str = ""
+    session_id: str = ""
+    trace: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +104,7 @@ def pack_item(stream: int, number: int, item: Item) -> bytes:
     """One entry."""
     progress = [(p.choice, p.token_ids, p.finished, p.usage and _usage(p.usage), p.offset) for p in item.progress]
     error = None if item.error is None else _error(item.error)
-    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error, item.replica
+    entry = ITEM, stream, number, item.data, item.tokens, item.content, progress, error, item.replica, item.last
     # An engine's numbers may be some library's.
     packed: bytes = msgpack.packb(entry, default=int)
     return packed
@@ -97,6 +113,38 @@ def pack_item(stream: int, number: int, item: Item) -> bytes:
 def pack_end(stream: int, number: int) -> bytes:
     """One entry. `number`: how many items the stream had."""
     packed: bytes = msgpack.packb((END, stream, number))
+    return packed
+
+
+def pack_part(stream: int, piece: bytes, last: bool) -> bytes:
+    """One entry: a piece of one that fits no message."""
+    packed: bytes = msgpack.packb((PART, stream, int(last), piece))
+    return packed
+
+
+def pack_takes(stream: int, ongoing: int, accepted: bool) -> bytes:
+    """One entry: whether the replica takes a stream. `ongoing`: how many calls it has now."""
+    packed: bytes = msgpack.packb((TAKES, stream, ongoing, accepted))
+    return packed
+
+
+def pack_over(stream: int, raised: str = "") -> bytes:
+    """One entry: the call of a stream that was opened here counts no more. `raised`: the name of an exception, which
+    the replica logged."""
+    packed: bytes = msgpack.packb((OVER, stream, 0, raised))
+    return packed
+
+
+def pack_open(ticket: Ticket, about: About, job: bytes) -> bytes:
+    """One entry. `job`: as `pack_job` made it, packed once more, so that one that cannot be read ends its own stream
+    only."""
+    packed: bytes = msgpack.packb((ticket.stream, ticket.window, about, job))
+    return packed
+
+
+def pack_leave(stream: int) -> bytes:
+    """One entry: nobody waits for the stream any more."""
+    packed: bytes = msgpack.packb((stream,))
     return packed
 
 
@@ -118,6 +166,17 @@ def join(entries: Sequence[bytes]) -> bytes:
     return b"".join((_HEAD.pack(size + _ARRAY, 0xDD, len(entries)), *entries))
 
 
+def about_of(packed: Sequence[Any]) -> About:
+    """Raises ChannelError."""
+    try:
+        about = About(*packed)
+    except TypeError as wrong:
+        raise ChannelError(f"not a call: {wrong}") from None
+    if not all(isinstance(value, str) for value in about[:-1]) or not isinstance(about.trace, (dict, type(None))):
+        raise ChannelError("not a call")
+    return about
+
+
 def unpack(message: bytes | memoryview) -> list[Any]:
     """The entries of a message, without its length. Raises ChannelError."""
     try:
@@ -129,17 +188,22 @@ def unpack(message: bytes | memoryview) -> list[Any]:
     return entries
 
 
+def unpack_one(entry: bytes | bytearray) -> list[Any]:
+    """An entry by itself. Raises ChannelError."""
+    return cast(list[Any], unpack(join([bytes(entry)])[HEADER.size :])[0])
+
+
 def item_of(entry: Sequence[Any]) -> Item:
     """The item of an entry that `pack_item` made. Raises ChannelError."""
     try:
-        _, _, _, data, tokens, content, progress, error, replica = entry
+        _, _, _, data, tokens, content, progress, error, replica, last = entry
         if not (isinstance(data, bytes) and isinstance(tokens, int)):
             raise TypeError
         parts = tuple(
-            Progress(choice, tuple(ids), finished, usage and _usage_of(usage), offset and (offset[0], offset[1]))
+            Progress(choice, tuple(ids), finished, usage and usage_of(usage), offset and (offset[0], offset[1]))
             for choice, ids, finished, usage, offset in progress
         )
-        return Item(data, tokens, bool(content), error and _error_of(error), parts, str(replica))
+        return Item(data, tokens, bool(content), error and _error_of(error), parts, str(replica), bool(last))
     except (TypeError, ValueError, IndexError) as wrong:
         raise ChannelError(f"not an item: {type(wrong).__name__}") from None
 
@@ -148,7 +212,7 @@ def _usage(usage: Usage) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
 
 
-def _usage_of(packed: Sequence[int]) -> Usage:
+def usage_of(packed: Sequence[int]) -> Usage:
     return Usage(*packed)
 
 

@@ -69,6 +69,8 @@ class HandleBackend:
         try:
             with _ray_errors():
                 async for item in stream:
+                    # The call ends by itself, a little later.
+                    finished = item.last
                     yield item
             finished = True
         finally:
@@ -135,6 +137,7 @@ class ChannelBackend(HandleBackend):
         self, replicas: DeploymentHandle, exporters: DeploymentHandle, metrics: GatewayMetrics, patience_s: float = 5
     ) -> None:
         super().__init__(replicas, exporters, patience_s)
+        self._open = self._streaming.stream
         self._metrics = metrics
         self._inlets: Inlets | None = None
         self._calls: set[asyncio.Task[None]] = set()
@@ -143,7 +146,7 @@ class ChannelBackend(HandleBackend):
         if self._inlets is None:
             self._inlets = Inlets()
         inlet = self._inlets.open()
-        call: Any = self._streaming.stream.remote(job, inlet.ticket)
+        call: Any = self._open.remote(job, inlet.ticket)
         reader = asyncio.create_task(_read(call, inlet))
         self._calls.add(reader)
         reader.add_done_callback(self._calls.discard)
@@ -153,8 +156,9 @@ class ChannelBackend(HandleBackend):
                 if not counted:
                     counted = True
                     self._metrics.channel_streams.labels(inlet.way).inc()
+                # The call ends by itself, a little later.
+                finished = item.last
                 yield item
-            # The call ends by itself, a little later.
             finished = True
         finally:
             inlet.close()

@@ -23,7 +23,7 @@ from serve_app.ingress.backend import Backend
 from serve_app.ingress.failover import Failover
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
-from serve_app.metrics import GatewayMetrics, exemplar
+from serve_app.metrics import GatewayMetrics, exemplar, observe_each
 from serve_app.protocol import Item, Job, error_frames
 from serve_app.tracing import Tracer
 
@@ -106,12 +106,16 @@ class Generation(Response):
                 return await self._whole(first, items, n)
             self._streaming = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            if first.last:
+                return first.data
             await send({"type": "http.response.body", "body": first.data, "more_body": True})
             async for item in items:
                 if item.error is not None:
                     self._fail(item.error)
                     return item.data
                 self._seen(item, n)
+                if item.last:
+                    return item.data
                 await send({"type": "http.response.body", "body": item.data, "more_body": True})
         return b""
 
@@ -154,9 +158,7 @@ class Generation(Response):
             metrics.ttft.labels(*labels).observe(now - self._record.started, exemplar(self._record.request_id))
             self._itl = metrics.itl.labels(*labels)
         elif self._itl is not None and item.tokens:
-            gap = (now - self._last) / item.tokens
-            for _ in range(item.tokens):
-                self._itl.observe(gap)
+            observe_each(self._itl, (now - self._last) / item.tokens, item.tokens)
         self._last = now
 
     def _broken(self, error: ServeError) -> bytes:

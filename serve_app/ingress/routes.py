@@ -27,6 +27,7 @@ from serve_app.engines.base import ModelInfo
 from serve_app.errors import MethodNotAllowed, ModelNotFound, RouteNotFound, ServeError
 from serve_app.exporter import scrape
 from serve_app.exposition import merge
+from serve_app.ingress.direct import Direct
 from serve_app.ingress.generation import Gateway, Generation, is_ready
 from serve_app.ingress.limits import bounded, deadline, read_body
 from serve_app.ingress.scope import Record, RequestScope
@@ -47,21 +48,27 @@ from serve_app.protocol import (
 
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+GENERATIONS = "/v1/chat/completions", "/v1/completions"
 SESSION_HEADER, MAX_SESSION_CHARS = "x-session-id", 256
 _SCHEMAS = "#/components/schemas/{model}"
 Wire = TypeVar("Wire", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 T = TypeVar("T")
 
 
-def create_app(gateway: Gateway, *, sets_request_id: bool = True) -> FastAPI:
-    """The application over `gateway`; see `RequestScope` for `sets_request_id`."""
-    app = FastAPI(
+def create_app(gateway: Gateway, *, sets_request_id: bool = True, direct: bool = True) -> FastAPI:
+    """The application over `gateway`; see `RequestScope` for `sets_request_id`. `direct`: whether generations skip
+    FastAPI's own layers, which makes no difference to a client."""
+    app = Direct(
         title="DDTree Serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         responses=_errors(404, 405, 500),
     )  # fmt: skip
-    app.add_middleware(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id, tracer=gateway.tracer)
+    scope = partial(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id, tracer=gateway.tracer)
+    app.add_middleware(scope)
     app.add_exception_handler(HTTPException, _http_exception)
     _add_generation(app, gateway)
+    if direct:
+        for path in GENERATIONS:
+            app.lead(path, scope)
     _add_models(app, gateway)
     _add_tokens(app, gateway)
     _add_operations(app, gateway)
@@ -72,14 +79,14 @@ def create_app(gateway: Gateway, *, sets_request_id: bool = True) -> FastAPI:
 def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     limits = gateway.config.ingress
 
-    @app.post("/v1/chat/completions", **_documented(ChatRequest, answers.ChatCompletion, stream=True))
+    @app.post(GENERATIONS[0], **_documented(ChatRequest, answers.ChatCompletion, stream=True))
     async def chat_completions(request: Request) -> Response:
         wire, record, until = await _read(gateway, request, ChatRequest)
         record.stream = bool(wire.stream)
         make_job = partial(chat_job, wire, max_choices=limits.max_choices, max_messages=limits.max_messages)
         return Generation(gateway, record, until, make_job)
 
-    @app.post("/v1/completions", **_documented(CompletionRequest, answers.TextCompletion, stream=True))
+    @app.post(GENERATIONS[1], **_documented(CompletionRequest, answers.TextCompletion, stream=True))
     async def completions(request: Request) -> Response:
         wire, record, until = await _read(gateway, request, CompletionRequest)
         record.stream = bool(wire.stream)

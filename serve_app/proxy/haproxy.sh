@@ -1,18 +1,35 @@
 #!/bin/sh
-# Starts HAPROXY_BINARY in Serve's service, after three changes to what Serve wrote for it.
-# Its error page, which clients get where no ingress answers, takes OpenAI's shape (Serve offers no setting for that).
+# Starts HAPROXY_BINARY, else the PATH's, in Serve's service, after changes to what Serve wrote for it, for which Serve
+# has no settings.
+# Its error page, which clients get where no ingress answers, takes OpenAI's shape.
 # A client has 30 s for the head of a request: without a limit connections that say nothing hold all places for an hour.
+# A check that is not answered within 2 s has failed: Serve's wait for as long as they are apart.
+# An ingress whose machine or network is gone is known by its silence after 25 s; otherwise its answers would wait on it
+# until `hard-stop-after`, since an HAProxy that a reload replaced makes no checks.
+# Where ingresses run on its own node (Serve names them by 127.0.0.1), those elsewhere take what those cannot, as with
+# Serve's own proxy: a client whom one node serves does not need another.
 # With HAPROXY_PAGES_HOST its metrics and statistics, which Serve binds to all addresses, listen on that one alone.
 set -eu
-here=$(dirname "$0")
+# It may be a link.
+here=$(dirname "$(readlink -f "$0")")
+defaults='timeout http-request 30s
+    timeout check 2s
+    option srvtcpka
+    srvtcpka-idle 10s
+    srvtcpka-intvl 5s
+    srvtcpka-cnt 3'
 previous=
 for argument do
   if [ "$previous" = -f ]; then
     cp "$here/unavailable.http" "$(dirname "$argument")/500.http"
     # At the top, so that one of Serve's own, should it write any, wins.
-    sed -i 's/^defaults$/&\n    timeout http-request 30s/' "$argument"
+    printf '%s\n' "    $defaults" | sed -i '/^defaults$/r /dev/stdin' "$argument"
+    awk -f "$here/near.awk" "$argument" >"$argument.new"
+    mv "$argument.new" "$argument"
     if [ -n "${HAPROXY_PAGES_HOST:-}" ]; then
-      sed -i "s/^\( *bind \)\*\{0,1\}:\([0-9]*\)\$/\1$HAPROXY_PAGES_HOST:\2/" "$argument"
+      # In their sections alone: the service's own line may look the same.
+      sed -i "/^frontend prometheus/,/^ *bind/s/^\( *bind \):/\1$HAPROXY_PAGES_HOST:/
+        /^listen stats/,/^ *bind/s/^\( *bind \)\*:/\1$HAPROXY_PAGES_HOST:/" "$argument"
     fi
   fi
   previous=$argument

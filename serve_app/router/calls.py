@@ -18,6 +18,8 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve.request_router import PendingRequest, RunningReplica
 
+from serve_app.router.opening import open_over_channel
+
 logger = logging.getLogger("ray.serve.ddtree.ingress")
 ASK_EVERY_S, ANSWER_WITHIN_S = 1.0, 5.0
 
@@ -83,13 +85,14 @@ class Calls:
 
 
 class NotedReplica(RunningReplica):
-    """A replica whose calls are noted as they are sent."""
+    """A replica whose calls are noted as they are sent, those of streams over the channel where there is one."""
 
     def __init__(self, info: Any, note: Callable[[str, Any], None]) -> None:
         super().__init__(info)
         self._note = note
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> Any:
-        call = super().try_send_request(pr, with_rejection)
+        opened = open_over_channel(pr, self) if with_rejection else None
+        call = opened or super().try_send_request(pr, with_rejection)
         self._note(self.replica_id.unique_id, call)
         return call

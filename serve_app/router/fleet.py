@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
 
+from serve_app.router.beginnings import WINDOW, Beginnings
 from serve_app.router.prefixes import PrefixTable
 from serve_app.router.ring import Ring
 from serve_app.router.scoring import Policy, load_bound
@@ -25,19 +26,26 @@ class Fleet:
 
     def __init__(self, policy: Policy, table: PrefixTable) -> None:
         self._policy, self._table = policy, table
+        self._beginnings = Beginnings()
         self._ring = Ring()
+        # (beginning, how many) → the first owners that follow it on the ring.
+        self._homes: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
         self._names: frozenset[str] = frozenset()
+        self._cache_blocks = 0.0
         # Name → (requests, since when that is known), the oldest knowledge first; without an entry it is idle.
         self._loads: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._total = 0
 
-    def become(self, names: Collection[str]) -> None:
-        """These are the replicas from now on."""
+    def become(self, names: Collection[str], cache_blocks: float = 0) -> None:
+        """These are the replicas from now on. `cache_blocks`: of a prompt, what the prefix cache of each holds; 0 where
+        that is not known."""
+        self._cache_blocks = cache_blocks
         for name in self._names.difference(names):
             self._table.forget(name)
             self.set_load(name, 0, 0)
         if self._names != frozenset(names):
             self._names, self._ring = frozenset(names), Ring(names)
+            self._homes.clear()
 
     def load(self, name: str) -> int:
         return self._loads[name][0] if name in self._loads else 0
@@ -59,11 +67,19 @@ class Fleet:
                 return
             self.set_load(name, 0, now)
 
-    def choose(self, blocks: Sequence[int], common: int, home_key: str, unwell: Collection[str] = ()) -> str:
+    def choose(
+        self,
+        blocks: Sequence[int],
+        common: int,
+        home_key: str,
+        unwell: Collection[str] = (),
+        beginning: str = "",
+    ) -> str:
         """The name that a request should go to.
 
         Args:
-            blocks, common: of its prompt (see `prefixes`). unwell: replicas that get nothing while others are well.
+            blocks, common, beginning: of its prompt (see `prefixes`). unwell: replicas that get nothing while others
+                are well.
 
         Raises:
             ValueError: there are no replicas.
@@ -76,11 +92,31 @@ class Fleet:
         best = self._holder(blocks, common, home_key, unwell, bound)
         if best is None:
             # Somebody is within the bound, since it is not below the mean.
+            free = {n for n in self.homes(beginning) if n not in unwell and self.load(n) <= bound}
             owners = (n for n in self._ring.walk(home_key) if n not in unwell and self.load(n) <= bound)
-            best = next(owners, None)
+            best = next((n for n in owners if not free or n in free), None)
         if best is None:
             raise ValueError("no replicas to choose from")
         return best
+
+    def homes(self, beginning: str) -> frozenset[str]:
+        """The replicas on which a beginning shall live, the same for every router that has seen as much of it; empty
+        for all."""
+        replicas = len(self._names)
+        spread = self._beginnings.spread(beginning, replicas, self._cache_blocks) if beginning else replicas
+        if spread >= replicas:
+            return frozenset()
+        homes = self._homes.get((beginning, spread))
+        if homes is None:
+            found: dict[str, None] = {}
+            for name in self._ring.walk(beginning):
+                found[name] = None
+                if len(found) == spread:
+                    break
+            homes = self._homes[beginning, spread] = frozenset(found)
+            while len(self._homes) > WINDOW:
+                self._homes.popitem(last=False)
+        return homes
 
     def _holder(
         self, blocks: Sequence[int], common: int, home_key: str, unwell: Collection[str], bound: float
@@ -101,7 +137,9 @@ class Fleet:
                 return holders[0]
         return None
 
-    def sent(self, blocks: Sequence[int], common: int, name: str) -> None:
+    def sent(self, blocks: Sequence[int], common: int, name: str, beginning: str = "") -> None:
         """Remember that a prompt went to a replica. What many chats have in common is not kept: it attracts nothing."""
+        if beginning:
+            self._beginnings.seen(beginning, common)
         if name in self._names:
             self._table.sent(islice(blocks, common, None), name)

@@ -105,6 +105,16 @@ def home_key(request: GenerateRequest, session: str) -> str:
     return "\0".join(key)
 
 
+def beginning(request: GenerateRequest) -> str:
+    """What a chat may have in common with others: the starts of its messages before the first user's; "" for none."""
+    key = []
+    for message in request.messages or ():
+        if message.get("role") == "user":
+            break
+        key.append(str(message.get("content"))[:256])
+    return "\0".join(key)
+
+
 def _pieces(request: GenerateRequest) -> Iterator[str]:
     if request.messages is not None:
         for message in request.messages:

@@ -3,7 +3,8 @@
 Affinity under a load bound. Where a replica holds the longest prefix of the prompt, the request goes there, unless the
 replica has clearly more to do than its peers; then the next best holder is taken, and in the end anybody within the
 bound. A prompt that nobody holds goes to its *home*, which every router computes alike, so that several routers send
-the turns of one chat to the same replica without talking to each other.
+the turns of one chat to the same replica without talking to each other: of the replicas on which its system prompt
+shall live (see `beginnings`), where there are any within the bound.
 
 `choose` looks at every replica, and is what the tests hold `fleet` against, which does not.
 
@@ -12,7 +13,7 @@ What this module does not do: keep anything (see `prefixes`), or know Ray.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from serve_app.router.ring import Ring
@@ -43,11 +44,11 @@ class Policy:
     least_overlap: float = 0.1
 
 
-def choose(candidates: Sequence[Candidate], home_key: str, policy: Policy) -> str:
+def choose(candidates: Sequence[Candidate], home_key: str, policy: Policy, homes: Collection[str] = ()) -> str:
     """Name of the best of at least one. Unhealthy replicas only where nobody is healthy: then a try beats none.
 
     Args:
-        home_key: what the turns of one chat have in common.
+        home_key: what the turns of one chat have in common. homes: names on which its beginning lives; empty for all.
     """
     ring = Ring([candidate.name for candidate in candidates])
     able = [c for c in candidates if c.healthy] or list(candidates)
@@ -55,7 +56,10 @@ def choose(candidates: Sequence[Candidate], home_key: str, policy: Policy) -> st
     free = [c for c in able if c.ongoing <= bound]
     most = max(c.overlap for c in free)
     # Of those that hold as much, the home; of those that hold nothing, too.
-    alike = [c for c in free if c.overlap == most] if most >= policy.least_overlap else free
+    if most >= policy.least_overlap:
+        alike = [c for c in free if c.overlap == most]
+    else:
+        alike = [c for c in free if c.name in homes] or free
     return min(alike, key=lambda c: ring.distance(home_key, c.name)).name
 
 

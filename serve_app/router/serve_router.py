@@ -5,6 +5,7 @@ What this module does not do: generate, or decide anything by itself that `fleet
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -13,11 +14,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from serve_app.protocol import Job
 from serve_app.router.calls import Calls, NotedReplica
 from serve_app.router.fleet import Fleet
-from serve_app.router.prefixes import PrefixTable, blocks_of, common_blocks, home_key
+from serve_app.router.prefixes import PrefixTable, beginning, blocks_of, common_blocks, home_key
 from serve_app.router.scoring import Policy
 
 SUSPECT_RETRY = 5
 KEPT = "_ddtree_blocks"
+# About.
+CHARS_PER_TOKEN = 4
 
 
 class PrefixRouter(RequestRouter):
@@ -46,15 +49,17 @@ class PrefixRouter(RequestRouter):
         now = time.monotonic()
         self._fleet.expire(now)
         job = _job(pending_request)
-        unwell = self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())
+        unwell = self._unwell(job, now)
         if job is None or pending_request is None:
             # Calls that are no jobs go anywhere.
             best = self._fleet.choose((), 0, str(now), unwell)
         else:
-            blocks, common = self._blocks(job, pending_request)
-            best = self._fleet.choose(blocks, common, home_key(job.requests[0], job.session), unwell)
-        well = [r for r in candidate_replicas if r.replica_id.unique_id not in unwell] if unwell else candidate_replicas
-        return [[self._by_name[best]], well or candidate_replicas]
+            request, (blocks, common) = job.requests[0], self._blocks(job, pending_request)
+            best = self._fleet.choose(blocks, common, home_key(request, job.session), unwell, beginning(request))
+        return [[self._by_name[best]], _without(candidate_replicas, unwell)]
+
+    def _unwell(self, job: Job | None, now: float) -> set[str]:
+        return self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())
 
     def _blocks(self, job: Job, pending_request: PendingRequest) -> tuple[list[int], int]:
         """Of the job's prompt, kept with the request, which ends with it: a choice may be repeated, and is remembered
@@ -99,7 +104,8 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         job = _job(pending_request)
         if job is not None:
-            self._fleet.sent(*self._blocks(job, pending_request), replica_id.unique_id)
+            blocks, common = self._blocks(job, pending_request)
+            self._fleet.sent(blocks, common, replica_id.unique_id, beginning(job.requests[0]))
 
     def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
         return NotedReplica(replica_info, self._calls.sent)
@@ -121,7 +127,32 @@ class PrefixRouter(RequestRouter):
         stats = {name: replica.routing_stats or {} for name, replica in self._by_name.items()}
         self._ill = {name for name, said in stats.items() if not said.get("healthy", True)}
         self._asked = {name: since for name, since in self._asked.items() if name in self._by_name}
-        self._fleet.become(list(self._by_name))
+        # The smallest of those that say.
+        tokens = min((said["kv_tokens"] for said in stats.values() if said.get("kv_tokens")), default=0)
+        self._fleet.become(list(self._by_name), tokens * CHARS_PER_TOKEN / self._block_chars)
+
+
+class TwoChoicesRouter(PrefixRouter):
+    """Power of two choices among the replicas that are well, as `PrefixRouter` knows them. Serve's own would choose
+    again a replica that a job has met without an engine, and it hands a choice to whichever request waits longest."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Two at random, of which Serve takes the less loaded; then all that are well."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        well = _without(candidate_replicas, self._unwell(_job(pending_request), time.monotonic()))
+        return [random.sample(well, min(2, len(well))), well]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """What it was is not remembered."""
+
+
+def _without(replicas: list[RunningReplica], unwell: set[str]) -> list[RunningReplica]:
+    """All of them where none is well."""
+    well = [r for r in replicas if r.replica_id.unique_id not in unwell] if unwell else replicas
+    return well or replicas
 
 
 def _job(pending: PendingRequest | None) -> Job | None:

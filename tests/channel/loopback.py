@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from ray import ActorID
+from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import RequestCancelledError
 
-from serve_app.channel import Outlets, Parcel, Ticket
+from serve_app.channel import About, Outlets, Parcel, Ticket
 from serve_app.channel.wire import HEADER, MAGIC, join, pack_greeting, unpack
 from serve_app.ingress.backend import ChannelBackend
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 from serve_app.replica import Replica
+from serve_app.router.opening import ChannelResult, open_over_channel
 from tests.direct import make_replica
 
 
@@ -61,12 +66,33 @@ class Call:
         return parcel
 
 
+class OpenedCall:
+    """A streaming call that went over the channel, as Serve's handle and router treat it."""
+
+    def __init__(self, result: ChannelResult) -> None:
+        self.result = result
+        self.brought: list[Parcel] = []
+        self.cancelled = self._accepted = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.result.cancel()
+
+    def __aiter__(self) -> "OpenedCall":
+        return self
+
+    async def __anext__(self) -> Parcel:
+        if not self._accepted:
+            self._accepted = (await self.result.get_rejection_response()).accepted
+        return await self.result.__anext__()
+
+
 class Handle:
     """As much of a deployment handle as a backend uses to generate."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self.calls: list[Call] = []
+        self.calls: list[Any] = []
 
     def options(self, **options: Any) -> "Handle":
         return self
@@ -75,9 +101,20 @@ class Handle:
     def stream(self) -> "Handle":
         return self
 
-    def remote(self, job: Job, ticket: Ticket) -> Call:
-        self.calls.append(Call(self._replica.stream(job, ticket)))
-        return self.calls[-1]
+    def remote(self, job: Job, ticket: Ticket) -> Any:
+        result = open_over_channel(pending(job, ticket), REPLICA)
+        call = Call(self._replica.stream(job, ticket)) if result is None else OpenedCall(result)
+        self.calls.append(call)
+        return call
+
+
+REPLICA: Any = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"), actor_id=ActorID(b"a" * 16))
+
+
+def pending(job: Job, ticket: Ticket, **fields: Any) -> Any:
+    """A call that waits for a replica, as Serve's router has it."""
+    metadata = RequestMetadata("id", "internal", route="/v1", app_name="app", _on_separate_loop=False)
+    return SimpleNamespace(**{"args": [job, ticket], "kwargs": {}, "metadata": metadata, **fields})
 
 
 class Loopback:
@@ -88,15 +125,32 @@ class Loopback:
     handle: Handle
 
     @classmethod
-    async def start(cls, *, listen: bool = True) -> "Loopback":
+    async def start(cls, *, listen: bool = True, opens: bool = False) -> "Loopback":
+        """`opens`: whether streams are opened over the channel; else by calls, which the channel relieves."""
         self = cls()
         self.replica = await make_replica()
+        self.entered: list[About] = []
+        self.capacity = 1000
+        self.finish: asyncio.Event | None = None
         if listen:
-            await self.replica._outlets.open("127.0.0.1")
+            await self.replica._outlets.open("127.0.0.1", "r", self._enter if opens else None)
         self.handle = Handle(self.replica)
         self.registry = CollectorRegistry()
         self.backend = ChannelBackend(self.handle, self.handle, GatewayMetrics(self.registry))  # type: ignore[arg-type]
         return self
+
+    async def _enter(self, about: About, job: Job, ticket: Ticket) -> AsyncIterator[Any]:
+        self.entered.append(about)
+        accepted = len(self.entered) <= self.capacity
+        yield accepted, len(self.entered)
+        if not accepted:
+            await asyncio.sleep(0.01)  # whatever it still does
+        else:
+            async with aclosing(self.replica.stream(job, ticket)) as parcels:  # type: ignore[type-var]
+                async for parcel in parcels:
+                    yield parcel
+        if self.finish is not None:
+            await self.finish.wait()
 
     def ways(self) -> dict[str, float]:
         """How often streams began in each way."""

@@ -4,27 +4,33 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError
+from ray.serve._private.common import RequestMetadata
 
 from serve_app.channel import Inlet, Offer, Outlets, Parcel, Ticket, inlets, outlets
 from serve_app.channel.wire import (
     HEADER,
     MAGIC,
-    MAX_CONTROL,
+    MAX_GREETING,
+    MAX_MESSAGE,
+    About,
     ChannelError,
     item_of,
     pack_greeting,
     pack_item,
+    pack_open,
     pack_taken,
 )
 from serve_app.engines.base import ModelInfo
-from serve_app.errors import NotReady
+from serve_app.errors import EngineFailed, NotReady
 from serve_app.ingress import backend
 from serve_app.protocol import ChatRequest, CompletionRequest, Item, Job, chat_job, completion_job, validate
-from tests.channel.loopback import Loopback, Peer, collect, given
+from serve_app.router.opening import open_over_channel
+from tests.channel.loopback import REPLICA, Call, Loopback, Peer, collect, given, pending
 
 INFO = ModelInfo("fake", 4096, 1000, 1)
 
@@ -34,14 +40,37 @@ def make_job(script: str, **fields: Any) -> Job:
     return chat_job(wire, INFO, max_choices=16, max_messages=16)
 
 
-@pytest.fixture
-async def loopback() -> AsyncIterator[Loopback]:
-    """With its connection made, by a first stream."""
-    made = await Loopback.start()
-    await collect(made.backend.generate(make_job("a", stream=True)))
-    await made.connected()
+@pytest.fixture(params=[False, True], ids=["by calls", "over the channel"])
+async def loopback(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
+    """With its connection made, by a first stream. Further ones are opened in either way."""
+    made = await _connected(request.param)
     yield made
     await made.stop()
+
+
+@pytest.fixture
+async def by_calls() -> AsyncIterator[Loopback]:
+    made = await _connected(False)
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def opening() -> AsyncIterator[Loopback]:
+    """Streams are opened over the channel."""
+    made = await _connected(True)
+    yield made
+    await made.stop()
+
+
+async def _connected(opens: bool) -> Loopback:
+    made = await Loopback.start(opens=opens)
+    await collect(made.backend.generate(make_job("a", stream=True)))
+    await made.connected()
+    async with asyncio.timeout(5):
+        while opens and made.backend._inlets.line_to("r") is None:  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+    return made
 
 
 @pytest.fixture
@@ -116,11 +145,11 @@ async def test_the_first_stream_goes_on_its_call_and_the_next_on_the_channel() -
     await loopback.stop()
 
 
-async def test_a_call_brings_a_message_even_where_all_items_take_the_channel(loopback: Loopback) -> None:
+async def test_a_call_brings_a_message_even_where_all_items_take_the_channel(by_calls: Loopback) -> None:
     """gRPC may lose the metadata of a call without one, and with them Serve's word that the replica took it."""
-    await collect(loopback.backend.generate(make_job("a b", stream=True)))
+    await collect(by_calls.backend.generate(make_job("a b", stream=True)))
     await asyncio.sleep(0.01)
-    assert (loopback.handle.calls[-1].messages, loopback.handle.calls[-1].brought) == (1, [])
+    assert (by_calls.handle.calls[-1].messages, by_calls.handle.calls[-1].brought) == (1, [])
 
 
 async def test_a_stream_moves_to_the_channel_in_its_middle() -> None:
@@ -184,13 +213,23 @@ async def test_a_reader_that_stops_stops_its_stream(loopback: Loopback) -> None:
     assert sum(item.tokens for item in rest) >= 3999 - 1
 
 
-async def test_an_item_too_large_for_a_message_comes_on_the_call(
+async def test_an_item_too_large_for_a_message_comes_in_pieces(
     loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlets, "MAX_ITEMS", 2000)
+    monkeypatch.setattr(outlets, "MAX_MESSAGE", 2000)
+    monkeypatch.setattr(outlets, "PIECE", 700)
     job = make_job("word " * 500)
     assert await collect(loopback.backend.generate(job)) == await collect(loopback.replica.generate(job))
-    assert [parcel.number for parcel in loopback.handle.calls[-1].brought] == [1]
+    assert loopback.handle.calls[-1].brought == []
+
+
+async def test_pieces_without_end_are_refused(opening: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlets, "MAX_MESSAGE", 2000)
+    monkeypatch.setattr(outlets, "PIECE", 700)
+    monkeypatch.setattr(inlets, "MAX_ITEM", 2000)
+    with pytest.raises(NotReady) as lost:
+        await collect(opening.backend.generate(make_job("word " * 500)))
+    assert lost.value.code == "replica_lost"
 
 
 async def test_what_the_channel_brought_does_not_hold_up_what_the_call_still_has() -> None:
@@ -241,30 +280,30 @@ async def test_a_lost_connection_is_a_lost_replica_to_every_stream_on_it(loopbac
     assert len(await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))) > 1
 
 
-async def test_a_lost_connection_before_the_first_item_is_told_on_the_call(loopback: Loopback) -> None:
-    items = loopback.backend.generate(make_job("a stall=0.2", stream=True))
+async def test_a_lost_connection_before_the_first_item_is_told_on_the_call(by_calls: Loopback) -> None:
+    items = by_calls.backend.generate(make_job("a stall=0.2", stream=True))
     first = asyncio.ensure_future(anext(items))
     await asyncio.sleep(0.05)
-    next(iter(loopback.replica._outlets._lines.values())).close(ChannelError("a test"))
+    next(iter(by_calls.replica._outlets._lines.values())).close(ChannelError("a test"))
     # No connection any more, and nothing lost with it: it goes on the call.
     assert (await first).tokens == 1
     await items.aclose()
 
 
-async def test_a_failed_call_ends_its_stream(loopback: Loopback) -> None:
-    items = loopback.backend.generate(make_job("a delay=0.02 repeat=100", stream=True))
+async def test_a_failed_call_ends_its_stream(by_calls: Loopback) -> None:
+    items = by_calls.backend.generate(make_job("a delay=0.02 repeat=100", stream=True))
     await anext(items)
-    loopback.handle.calls[-1].fail(ActorUnavailableError("gone", None))
+    by_calls.handle.calls[-1].fail(ActorUnavailableError("gone", None))
     with pytest.raises(NotReady) as lost:
         await collect(items)
     assert lost.value.code == "replica_lost"
 
 
-async def test_items_that_never_come_are_a_loss(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_items_that_never_come_are_a_loss(by_calls: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inlets, "REST_WITHIN_S", 0.1)
     monkeypatch.setattr(outlets, "pack_item", lambda stream, number, item: pack_item(0, number, item))
     with pytest.raises(NotReady) as lost:
-        await collect(loopback.backend.generate(make_job("a b", stream=True)))
+        await collect(by_calls.backend.generate(make_job("a b", stream=True)))
     assert lost.value.code == "replica_lost"
 
 
@@ -337,13 +376,25 @@ async def test_a_stranger_is_dropped(connect: Connect, listening: Outlets, said:
     assert item_of((await friend.message())[0]) == Item(b"y")
 
 
-async def test_a_message_without_bound_is_not_waited_for(connect: Connect, listening: Outlets) -> None:
-    peer = await connect()
-    peer.writer.write(HEADER.pack(MAX_CONTROL + 1))
+@pytest.mark.parametrize(("greet", "limit"), [(False, MAX_GREETING), (True, MAX_MESSAGE)])
+async def test_a_message_without_bound_is_not_waited_for(connect: Connect, greet: bool, limit: int) -> None:
+    peer = await connect(greet=greet)
+    peer.writer.write(HEADER.pack(limit + 1))
     assert await peer.dropped()
 
 
-@pytest.mark.parametrize("said", [b"\x93\x01\x02\x03", b"\x92\x01\xa1x", b"\x01", b"\xc1"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x93\x01\x02\x03",
+        b"\x92\x01\xa1x",
+        b"\x90",
+        b"\x01",
+        b"\xc1",
+        b"\x94\x01\x02\x90\xc4\x00",
+        pack_open(Ticket("peer", 1, 1000), About("a", "b"), b""),  # nothing is opened there
+    ],
+)
 async def test_a_known_peer_that_speaks_garbage_is_dropped(connect: Connect, listening: Outlets, said: bytes) -> None:
     peer = await connect()
     peer.say(said)
@@ -378,3 +429,114 @@ async def test_what_was_sent_leaves_before_the_replica_does(loopback: Loopback) 
         body = await anext(items)
         await loopback.replica._outlets.close()
     assert body.data.count(b"word") == 2000
+
+
+async def test_a_stream_opened_over_the_channel_brings_serve_what_it_counts_by(opening: Loopback) -> None:
+    items = opening.backend.generate(make_job("a delay=0.02 repeat=100", stream=True))
+    await anext(items)
+    result = opening.handle.calls[-1].result
+    ended: list[Any] = []
+    result.add_done_callback(ended.append)
+    said = await result.get_rejection_response()
+    assert (said.accepted, said.num_ongoing_requests) == (True, 1)
+    assert opening.entered == [About("id", "internal", "/v1", "app")]
+    assert opening.ways() == {"connecting": 1, "opened": 1}
+    await collect(items)
+    async with asyncio.timeout(5):
+        with pytest.raises(StopAsyncIteration):
+            await result.__anext__()
+    await asyncio.sleep(0)
+    assert ended == [None]
+
+
+async def test_a_call_counts_until_the_replica_has_finished_with_it(opening: Loopback) -> None:
+    """The client has its answer by then; the place that it leaves is there once Serve is told."""
+    opening.finish = asyncio.Event()
+    await collect(opening.backend.generate(make_job("a b", stream=True)))
+    over = opening.handle.calls[-1].result._opened.over
+    await asyncio.sleep(0.05)
+    assert not over.done()
+    opening.finish.set()
+    async with asyncio.timeout(5):
+        assert await over == ""
+
+
+async def test_a_replica_that_is_full_says_so(opening: Loopback) -> None:
+    opening.capacity = 0
+    inlet = opening.backend._inlets.open()  # type: ignore[union-attr]
+    result = open_over_channel(pending(make_job("a"), inlet.ticket), REPLICA)
+    assert result is not None
+    said = await result.get_rejection_response()
+    assert (said.accepted, said.num_ongoing_requests) == (False, 1)
+    # Serve ends it, and asks another replica for the same stream.
+    result.cancel()
+    inlet.parcel(Parcel(0, Item(b"x")))
+    inlet.call_ended()
+    assert (await inlet.next(), await inlet.next()) == (Item(b"x"), None)
+
+
+async def test_a_stream_that_was_refused_may_come_again_at_once(opening: Loopback) -> None:
+    """What the replica says of the first try is nothing to the second."""
+    inlet = opening.backend._inlets.open()  # type: ignore[union-attr]
+    for capacity, accepted in ((0, False), (1000, True)):
+        opening.capacity = capacity
+        result = open_over_channel(pending(make_job("a delay=0.02 repeat=3"), inlet.ticket), REPLICA)
+        assert result is not None
+        assert (await result.get_rejection_response()).accepted is accepted
+    while item := await inlet.next():
+        last = item
+    assert last.last
+    with pytest.raises(StopAsyncIteration):
+        await result.__anext__()
+
+
+async def test_a_connection_lost_before_the_replica_took_the_stream_lets_serve_ask_another(opening: Loopback) -> None:
+    """Nothing was sent of it, and Serve does so without a word to the client."""
+    inlet = opening.backend._inlets.open()  # type: ignore[union-attr]
+    result = open_over_channel(pending(make_job("a"), inlet.ticket), REPLICA)
+    assert result is not None
+    opening.backend._inlets.line_to("r").close(ChannelError("a test"))  # type: ignore[union-attr]
+    with pytest.raises(ActorUnavailableError):
+        await result.get_rejection_response()
+    assert open_over_channel(pending(make_job("a"), inlet.ticket), REPLICA) is None
+    inlet.parcel(Parcel(0, Item(b"x")))
+    inlet.call_ended()
+    assert (await inlet.next(), await inlet.next()) == (Item(b"x"), None)
+
+
+async def test_whoever_waits_for_a_dead_replica_is_told(opening: Loopback) -> None:
+    """`router.calls` cancels what was sent to it."""
+    items = opening.backend.generate(make_job("a stall=60", stream=True))
+    waiting = asyncio.ensure_future(anext(items))
+    await asyncio.sleep(0.05)
+    opening.handle.calls[-1].result.cancel()
+    with pytest.raises(NotReady) as lost:
+        await waiting
+    assert lost.value.code == "replica_lost"
+
+
+async def test_a_replica_that_raises_fails_its_own_stream(opening: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.logger, "error", lambda *said, **_: None)
+    other = opening.backend.generate(make_job("a delay=0.02 repeat=50", stream=True))
+    await anext(other)
+    monkeypatch.setattr(outlets, "job_of", lambda packed: 1 / 0)
+    with pytest.raises(EngineFailed):
+        await collect(opening.backend.generate(make_job("a", stream=True)))
+    assert (await collect(other))[-1].data.endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_cannot_be_said_in_a_message_goes_as_serve_sends_it(
+    opening: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = opening.backend._inlets.open().ticket  # type: ignore[union-attr]
+    job = make_job("a")
+    half = replace(job, requests=(replace(job.requests[0], prompt="\ud800", messages=None),))
+    large = replace(job, session="x" * MAX_MESSAGE)
+    huge = replace(job, created=2**70)
+    for each in (half, large, huge):
+        assert open_over_channel(pending(each, ticket), REPLICA) is None
+    elsewhere = RequestMetadata("id", "internal", _on_separate_loop=True)
+    assert open_over_channel(pending(job, ticket, metadata=elsewhere), REPLICA) is None
+    assert open_over_channel(pending(job, ticket, args=[job]), REPLICA) is None
+    assert len(await collect(opening.backend.generate(half))) > 0
+    assert isinstance(opening.handle.calls[-1], Call)

@@ -22,7 +22,14 @@ PROGRESS = st.builds(
     st.none() | st.tuples(COUNTS, st.binary(max_size=3)),
 )
 ITEMS = st.builds(
-    Item, st.binary(), COUNTS, st.booleans(), st.none(), st.lists(PROGRESS, max_size=4).map(tuple), st.text()
+    Item,
+    st.binary(),
+    COUNTS,
+    st.booleans(),
+    st.none(),
+    st.lists(PROGRESS, max_size=4).map(tuple),
+    st.text(),
+    st.booleans(),
 )
 
 

@@ -23,13 +23,13 @@ PAUSE_S = 1.0
 
 
 class Node(http.server.BaseHTTPRequestHandler):
-    """A node behind the balancer. `ready`: what its /ready says; `port`: where it listens."""
+    """A node behind the balancer. `ready`, `alive`: what its /ready and /-/healthz say; `port`: where it listens."""
 
-    ready, port = 200, 0
+    ready, alive, port = 200, 200, 0
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.send_response(self.ready if self.path == "/ready" else 200)
+        self.send_response({"/ready": self.ready, "/-/healthz": self.alive}.get(self.path, 200))
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -131,6 +131,19 @@ def test_a_node_that_is_not_ready_gets_nothing(balancer: httpx.Client, nodes: li
         assert {status(balancer) for _ in range(10)} == {200}
     finally:
         one.ready = two.ready = 200
+
+
+def test_a_node_that_is_about_to_go_gets_nothing(balancer: httpx.Client, nodes: list[type[Node]]) -> None:
+    """It is ready all the while: the engines elsewhere are."""
+    one, two = nodes
+    one.alive = two.alive = 503
+    try:
+        eventually(lambda: status(balancer, "/v1/models") == 503, 20)
+        two.alive = 200
+        eventually(lambda: status(balancer, "/v1/models") == 200, 20)
+        assert {status(balancer) for _ in range(10)} == {200}
+    finally:
+        one.alive = two.alive = 200
 
 
 def test_the_balancer_waits_longer_than_any_answer_takes() -> None:

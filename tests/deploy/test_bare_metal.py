@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from serve_app import proxy
 from tests.conftest import ROOT
-from tests.deploy.configs import BARE_METAL, DEPLOY, config_of, read
+from tests.deploy.configs import BARE_METAL, DEPLOY, config_of, lacks_of_haproxy, read
 
 METAL = DEPLOY / "bare-metal"
 SCRIPTS = sorted([*METAL.glob("*.sh"), *(DEPLOY / "sglang").glob("*.sh")])
@@ -69,6 +70,18 @@ def test_scripts_that_units_name_exist(unit: Path) -> None:
 def test_a_node_outlives_a_process_that_memory_ran_out_for(role: str) -> None:
     """systemd's default ends the whole unit with it."""
     assert "OOMPolicy=continue" in (METAL / "systemd" / f"ddtree-ray-{role}.service").read_text().splitlines()
+
+
+def test_every_node_has_haproxy_in_front() -> None:
+    lines = (METAL / "ray.env").read_text().splitlines()
+    env = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    longest = max(config_of(read(path)).ingress.request_timeout_s for path in BARE_METAL.values())
+    assert lacks_of_haproxy(env, longest) == {}
+    # Its control socket is in a directory that the units make for their user alone.
+    assert proxy.cluster_switches("/run/ddtree").items() <= env.items()
+    for role in ("head", "worker"):
+        unit = (METAL / "systemd" / f"ddtree-ray-{role}.service").read_text().splitlines()
+        assert {"RuntimeDirectory=ddtree", "RuntimeDirectoryMode=0700"} <= set(unit)
 
 
 def test_ray_knows_every_option() -> None:

@@ -125,7 +125,8 @@ def installed(tmp_path: Path, extras: str) -> str:
     release = tmp_path / "opt" / "releases" / "1.2.3"
     assert (release / "bin" / "ray").read_text() == f"#!{release}/bin/python\n"
     assert (release / "deploy" / "bare-metal" / "release.sh").exists() and (release / "deploy" / "serve").is_dir()
-    (line,) = (tmp_path / "log").read_text().splitlines()
+    line, links = (tmp_path / "log").read_text().splitlines()
+    assert links == f"-m serve_app.proxy {release}/bin"
     return line
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from serve_app import proxy
 from serve_app.launch import SERVE_SWITCHES
-from tests.deploy.configs import BARE_METAL, K8S, config_of, only_app, read
+from tests.deploy.configs import BARE_METAL, DEPLOY, K8S, config_of, lacks_of_haproxy, only_app, read
 from tests.deploy.manifests import (
     OVERLAYS,
     Object,
@@ -279,6 +281,18 @@ def test_every_ray_pod_has_the_applications_switches(name: str) -> None:
     for component in ("head", "engine"):
         env = {e["name"]: e["value"] for e in templates(overlay(name))[component]["spec"]["containers"][0]["env"]}
         assert SERVE_SWITCHES.items() <= env.items()
+        assert lacks_of_haproxy(env, config_of(serve_config(name)).ingress.request_timeout_s) == {}
+        # HAProxy's own pages are not for the cluster.
+        assert env["HAPROXY_PAGES_HOST"] == "127.0.0.1"
+
+
+def test_the_image_has_haproxy_where_the_pods_look_for_it() -> None:
+    """`python -m serve_app.proxy DIRECTORY` makes these links."""
+    env = {e["name"]: e["value"] for e in templates(overlay("b300"))["head"]["spec"]["containers"][0]["env"]}
+    paths = {Path(env[name]) for name in (proxy.BINARY, proxy.STARTED)}
+    assert {path.name for path in paths} == {"ddtree-haproxy", "haproxy"}
+    (directory,) = {str(path.parent) for path in paths}
+    assert f"-m serve_app.proxy {directory}" in (DEPLOY / "Dockerfile").read_text()
 
 
 @each

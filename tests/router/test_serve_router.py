@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.protocol import Job
-from serve_app.router.serve_router import PrefixRouter
+from serve_app.router.serve_router import PrefixRouter, TwoChoicesRouter
 
 DEPLOYMENT = DeploymentID("engine", "test")
 
@@ -41,16 +42,16 @@ def replica(name: str) -> Any:
     )
 
 
-def router(*names: str) -> PrefixRouter:
-    made = PrefixRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, event_loop=asyncio.get_running_loop())
+def router(*names: str, kind: type[PrefixRouter] = PrefixRouter) -> PrefixRouter:
+    made = kind(DEPLOYMENT, DeploymentHandleSource.REPLICA, event_loop=asyncio.get_running_loop())
     made.initialize_state()
     made.update_replicas([replica(name) for name in names])
     return made
 
 
-def request(*messages: Mapping[str, Any]) -> PendingRequest:
+def request(*messages: Mapping[str, Any], shunned: frozenset[str] = frozenset()) -> PendingRequest:
     prompt = GenerateRequest("r", SamplingParams(), messages=messages)
-    job = Job("id", 0, "fake", True, True, False, (prompt,))
+    job = Job("id", 0, "fake", True, True, False, (prompt,), shunned=shunned)
     return PendingRequest(args=[job], kwargs={}, metadata=RequestMetadata("r", "r"))
 
 
@@ -76,3 +77,26 @@ async def test_a_prompt_is_remembered_where_it_went() -> None:
     for name in "abc":
         made.on_request_routed(request(Message(name + text)), ReplicaID(name, DEPLOYMENT), None)
     assert [(await chosen(made, request(Message(name + text)))).unique_id for name in "abc"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", [PrefixRouter, TwoChoicesRouter])
+async def test_a_job_comes_no_more_to_a_replica_that_it_has_met_without_an_engine(kind: type[PrefixRouter]) -> None:
+    made, message = router("a", "b", "c", kind=kind), Message("word")
+    met: frozenset[str] = frozenset()
+    for _ in range(3):
+        offered = set()
+        for _ in range(50):
+            groups = await made.choose_replicas(list(made.curr_replicas.values()), request(message, shunned=met))
+            offered |= {replica.replica_id.unique_id for group in groups for replica in group}
+        assert not met & offered
+        met |= {min(offered)}
+    # Where there is no other, a try beats none.
+    assert await made.choose_replicas(list(made.curr_replicas.values()), request(message, shunned=met))
+
+
+async def test_two_choices_are_two_and_any() -> None:
+    made, message = router("a", "b", "c", "d", kind=TwoChoicesRouter), Message("word")
+    candidates = list(made.curr_replicas.values())
+    firsts = [(await made.choose_replicas(candidates, request(message)))[0] for _ in range(200)]
+    assert {len(first) for first in firsts} == {2}
+    assert {replica.replica_id.unique_id for first in firsts for replica in first} == set("abcd")

@@ -15,13 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.models import resolve
+from tests.conftest import FULL
 from tests.engines.local.real import MODEL, acceptance, drafter_path, emitted, encode, generate, parts
 from tests.engines.local.real import PROMPTS as ALL_PROMPTS
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(7200)]
-# All fifty prompts take most of an hour on two slow cores: `make test-full`.
+# All fifty prompts at their length take most of an hour on two slow cores: `make test-full`.
 PROMPTS = ALL_PROMPTS[: int(os.environ.get("IDENTITY_PROMPTS", "12"))]
-GREEDY = SamplingParams(temperature=0, max_tokens=200)
+LENGTH = 200 if FULL else 96
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH)
 BUDGETS: dict[str, dict[str, Any]] = {
     "chain": {"method": "chain"},
     **{str(budget): {"budget": budget} for budget in (8, 16, 32, 64)},
@@ -87,7 +89,7 @@ def test_plain_decoding_equals_transformers_in_float32() -> None:
     loaded = parts("float32", {"budget": 0})
     for prompt, want in list(zip(PROMPTS, plain("float32"), strict=True))[:5]:
         ids = torch.tensor([encode(loaded, prompt)])
-        out = reference_model().generate(ids, max_new_tokens=200, do_sample=False, eos_token_id=2, pad_token_id=2)
+        out = reference_model().generate(ids, max_new_tokens=LENGTH, do_sample=False, eos_token_id=2, pad_token_id=2)
         assert out[0, ids.shape[1] :].tolist() == want
 
 
