@@ -62,6 +62,7 @@ PACES = ("own", "step")
 AIMS = {"plain": 15.0, "bare": 4.0, "unary": 2.0}
 SERVERS = ("bare", "plain", "ours", "haproxy")
 START_S = 120
+PACED = {"model": {"id": "paced"}, "replica": {"num_cpus": 0.1}}
 HEAD = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "paced"}
 
 
@@ -210,19 +211,21 @@ def serve_plain(port: int) -> None:
     _run_serve(Front.bind(Generator.bind()), port)  # type: ignore[attr-defined]
 
 
-def serve_ours(port: int, wanted: Any) -> None:
+def serve_ours(
+    port: int, wanted: Any, tree: dict[str, Any] = PACED, engine_factory: str = "benchmarks.gateway:PacedEngine"
+) -> None:
     from serve_app import proxy
     from serve_app.config import load_config
     from serve_app.launch import SERVE_SWITCHES
 
-    config = load_config({"model": {"id": "paced"}, "replica": {"num_cpus": 0.1}}, use_env=False)
+    config = load_config(tree, use_env=False)
     os.environ.update(SERVE_SWITCHES)
     os.environ.update(proxy.switches(proxy.choose(wanted, os.environ), config.ingress.request_timeout_s))
     from serve_app.build import bind
 
     with tempfile.TemporaryDirectory(prefix="hp-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         os.environ.update(proxy.local_switches(directory, "127.0.0.1"))
-        _run_serve(bind(config, "benchmarks.gateway:PacedEngine"), port)
+        _run_serve(bind(config, engine_factory), port)
 
 
 def _run_serve(application: Any, port: int) -> None:

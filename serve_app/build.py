@@ -53,14 +53,14 @@ def bind(
     """Directory ← replicas ← ingress. `engine_factory`, `read_node`: see `Replica`. `router`: instead of what
     `config.routing` says."""
     tracing.check(config.tracing)
-    log = serve_options(config.logging)
+    # Ingresses write a line about every generation themselves; the others are asked every few seconds.
+    log = serve_options(config.logging, enable_access_log=False)
     directory = _deployment(
         ExporterDirectory,
         name="exporters",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
-        # Every process calls every few seconds.
-        logging_config=serve_options(config.logging, enable_access_log=False),
+        logging_config=log,
     ).bind(config.metrics.heartbeat_s)
     replica, ingress = config.replica, config.ingress
     replicas = _deployment(
@@ -81,8 +81,7 @@ def bind(
     return _deployment(
         Ingress,
         name="ingress",
-        # It writes a line about every generation itself.
-        logging_config=serve_options(config.logging, enable_access_log=False),
+        logging_config=log,
         num_replicas=ingress.num_replicas,
         # It needs no node of its own: the new ones are there before the old ones go.
         max_surge_percent=100,

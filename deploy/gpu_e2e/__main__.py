@@ -70,7 +70,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--stages", default=",".join(STAGES), help="default: %(default)s; the last two need two GPUs")
     add("--streams", default="1,16,64", help="concurrencies (default: %(default)s)")
     add("--tokens", type=int, default=128, help="of an answer (default: %(default)s)")
-    add("--rounds", type=int, default=2, help="of each load, HTTP and in process in turns (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="of each load, HTTP and in process in turns (default: %(default)s)")
     add("--locust-seconds", type=float, default=40.0, help="default: %(default)s")
     add("--ready", type=float, default=240.0, help="seconds an engine may take to start (default: %(default)s)")
     add("--dtype", default="float16", help="float16 has fewer near-ties than bfloat16 (default: %(default)s)")

@@ -20,7 +20,8 @@ QUANTILES = (50, 95, 99)
 
 @dataclass
 class Timing:
-    """One streamed answer; `time.perf_counter` seconds. `stamps`: when each chunk with text came."""
+    """One streamed answer; `time.perf_counter` seconds. `sent`: when its stream was free to ask. `stamps`: when each
+    chunk with text came."""
 
     number: int
     sent: float = 0.0
@@ -38,15 +39,26 @@ class Timing:
         return asdict(self)
 
 
-async def closed_loop(one: Callable[[int], Awaitable[Timing]], streams: int, requests: int) -> list[Timing]:
-    """`requests` answers, numbered from 0, `streams` at a time."""
+async def closed_loop(
+    one: Callable[[int], Awaitable[Timing]], streams: int, requests: int, stagger_s: float = 0.0
+) -> list[Timing]:
+    """`requests` answers, numbered from 0, `streams` at a time, which begin `stagger_s` apart.
+
+    A request counts from when its stream was free to ask, not from when the event loop came to it: where the requests
+    of many streams are made one after the other, the last one has waited.
+    """
     numbers, timings = iter(range(requests)), []
+    began = time.perf_counter()
 
-    async def stream() -> None:
+    async def stream(index: int) -> None:
+        due = began + index * stagger_s
+        await asyncio.sleep(due - time.perf_counter())
         for number in numbers:
-            timings.append(await one(number))
+            timing = await one(number)
+            timing.sent, due = due, timing.end
+            timings.append(timing)
 
-    await asyncio.gather(*(stream() for _ in range(min(streams, requests))))
+    await asyncio.gather(*(stream(index) for index in range(min(streams, requests))))
     return sorted(timings, key=lambda timing: timing.number)
 
 

@@ -1,8 +1,9 @@
 """The replica's engine without HTTP and Ray, in a process driven by JSON lines as `benchmarks/sglang_child.py` is.
 
 Its argument is the configuration that the application gets too. {"do": "load", "through": "engine" | "sglang",
-"streams": …, "requests": …, "tokens": …, "questions": […]} runs a closed loop through the engine's seam, as a replica
-does, or through SGLang's own tokenizer manager, on token ids; {"do": "counters"} gives the text of its metrics.
+"streams": …, "requests": …, "tokens": …, "stagger_s": …, "questions": […]} runs a closed loop through the engine's
+seam, as a replica does, or through SGLang's own tokenizer manager, on token ids; {"do": "counters"} gives the text of
+its metrics.
 
 What this program does not do: judge.
 """
@@ -62,13 +63,13 @@ def _page(registry: Any) -> str:
 
 
 async def _load(engine: Any, request: dict[str, Any]) -> list[Timing]:
-    streams, requests = request["streams"], request["requests"]
+    how = request["streams"], request["requests"], request["stagger_s"]
     if request["through"] == "engine":
-        return await closed_loop(through_engine(engine, request["questions"], request["tokens"]), streams, requests)
+        return await closed_loop(through_engine(engine, request["questions"], request["tokens"]), *how)
     host = engine._host
     one = await through_sglang(engine, request["questions"], request["tokens"])
     # Its own event loop, where the engine's requests run too.
-    return await asyncio.wrap_future(host.call(closed_loop(one, streams, requests)))
+    return await asyncio.wrap_future(host.call(closed_loop(one, *how)))
 
 
 def through_engine(engine: Any, questions: list[str], tokens: int) -> Callable[[int], Any]:

@@ -70,6 +70,8 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
             "health_check_timeout_s": 30, "warmup_grace_s": 180, "graceful_shutdown_timeout_s": 5,
             "max_constructor_retry_count": 1,
         },
+        # As k8s/overlays/h200.
+        "ingress": {"num_replicas": 1 if cpu else 4},
         "metrics": {"host": "127.0.0.1", "heartbeat_s": 0.5, "scrape_timeout_s": 5},
     }  # fmt: skip
     if cpu:

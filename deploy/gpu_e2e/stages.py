@@ -9,6 +9,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,34 @@ QUESTIONS = questions(200)
 SIDES = ("http", "engine", "sglang")
 
 
-def load_http(url: str, streams: int, requests: int, tokens: int) -> list[Timing]:
+# Between the starts of two streams. All at once would stay in step, each of them waiting for the others' prompts.
+STAGGER_S = 0.01
+
+
+def load_http(url: str, streams: int, requests: int, tokens: int, stagger_s: float = 0.0) -> list[Timing]:
     async def run() -> list[Timing]:
         # No limit of its own: the run's alarm ends what hangs.
         timeout = aiohttp.ClientTimeout(total=None)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
-            return await closed_loop(http_stream(session, url, MODEL_ID, QUESTIONS, tokens), streams, requests)
+            # Connections are made before the clock runs: in process there are none.
+            await asyncio.gather(*(_touch(session, url) for _ in range(streams)))
+            one = http_stream(session, url, MODEL_ID, QUESTIONS, tokens)
+            return await closed_loop(one, streams, requests, stagger_s)
 
     return asyncio.run(run())
 
 
-def load_child(child: Child, through: str, streams: int, requests: int, tokens: int, left_s: float) -> list[Timing]:
+async def _touch(session: aiohttp.ClientSession, url: str) -> None:
+    async with session.get(f"{url}/health") as answer:
+        await answer.read()
+
+
+def load_child(
+    child: Child, through: str, streams: int, requests: int, tokens: int, left_s: float, stagger_s: float = 0.0
+) -> list[Timing]:
     asked = {"through": through, "streams": streams, "requests": requests, "tokens": tokens, "questions": QUESTIONS}
-    return [Timing(**timing) for timing in child.ask("load", left_s, **asked)["timings"]]
+    return [Timing(**timing) for timing in child.ask("load", left_s, stagger_s=stagger_s, **asked)["timings"]]
 
 
 class Throughput:
@@ -60,10 +75,13 @@ class Throughput:
             self.result["start_s"]["engine"] = child.start_s
 
     def warm_up(self, left_s: float) -> None:
-        """Every batch size on every side: kernels are compiled and prompts cached alike."""
+        """Every batch size on every side, and every question: kernels are compiled and prompts cached alike. The engine
+        in process and SGLang alone share a prefix cache, so whichever came second would find the other's prompts."""
         for streams in sorted(self._levels):
             for side in self._sides():
                 self._load(side, streams, max(2, streams), min(32, self._tokens), left_s)
+        for side in self._sides():
+            self._load(side, max(self._levels), len(QUESTIONS), 1, left_s)
 
     def run(self, left_s: float) -> dict[str, Any]:
         self.warm_up(left_s)
@@ -80,26 +98,38 @@ class Throughput:
         timings: dict[str, list[list[Timing]]] = {side: [] for side in self._sides()}
         level: dict[str, Any] = {"compared": compare({}, {})}
         self.result["levels"][str(streams)] = level
-        before = self._counters("http")
+        before, busy = self._counters("http"), 0.0
         for number in range(self._rounds):
             # The sides take turns in who is first.
             for side in self._sides() if number % 2 == 0 else reversed(self._sides()):
-                timings[side].append(self._load(side, streams, requests, self._tokens, left_s))
+                began, cpu = time.monotonic(), time.process_time()
+                timings[side].append(self._load(side, streams, requests, self._tokens, left_s, STAGGER_S))
+                if side == "http":
+                    share = (time.process_time() - cpu) / (time.monotonic() - began)
+                    busy = max(busy, share)
             level |= {side: summary(rounds) for side, rounds in timings.items()}
+            # Near 1 the client was the limit; in process its part is the engine's own.
+            level["client_cpu"] = round(busy, 3)
             level["http"]["acceptance_length"] = _change(before, self._counters("http"))["acceptance_length"]
             if self._child is not None:
                 level["compared"] = compare(level["http"], level["engine"])
                 level["compared_with_sglang"] = compare(level["http"], level["sglang"])
                 level["same_texts"] = _same(timings["http"][0], timings["engine"][0])
+        # All at the same moment, which is what the first token waits for most.
+        level["burst_ttft_ms"] = {
+            side: summary([self._load(side, streams, streams, 1, left_s)]).get("ttft_ms") for side in self._sides()
+        }
 
     def _sides(self) -> Sequence[str]:
         return SIDES if self._child is not None else SIDES[:1]
 
-    def _load(self, side: str, streams: int, requests: int, tokens: int, left_s: float) -> list[Timing]:
+    def _load(
+        self, side: str, streams: int, requests: int, tokens: int, left_s: float, stagger_s: float = 0.0
+    ) -> list[Timing]:
         if side == "http":
-            return load_http(self._app.url, streams, requests, tokens)
+            return load_http(self._app.url, streams, requests, tokens, stagger_s)
         assert self._child is not None
-        return load_child(self._child, side, streams, requests, tokens, left_s)
+        return load_child(self._child, side, streams, requests, tokens, left_s, stagger_s)
 
     def _counters(self, side: str) -> scrape.Page:
         if side == "http":

@@ -56,6 +56,28 @@ async def test_a_closed_loop_runs_each_request_once_and_no_more_than_its_streams
     assert [timing.number for timing in made] == list(range(20)) and most == 4
 
 
+async def test_a_request_counts_from_when_its_stream_was_free_to_ask() -> None:
+    async def one(number: int) -> Timing:
+        # The loop comes to the second stream only after the first has made its request.
+        timing = Timing(number, time.perf_counter())
+        await asyncio.sleep(0)
+        timing.end = time.perf_counter()
+        return timing
+
+    first, second, *later = await closed_loop(one, 2, 4)
+    assert first.sent == second.sent <= first.end
+    assert {timing.sent for timing in later} <= {first.end, second.end, *(timing.end for timing in later)}
+
+
+async def test_streams_can_begin_apart() -> None:
+    async def one(number: int) -> Timing:
+        await asyncio.sleep(0.1)  # so that the first stream does not take both
+        return Timing(number)
+
+    apart = await closed_loop(one, 2, 2, stagger_s=0.01)
+    assert apart[1].sent - apart[0].sent == pytest.approx(0.01)
+
+
 def test_percentiles_are_in_milliseconds_with_linear_interpolation() -> None:
     assert spread_ms([0.001, 0.002, 0.003, 0.004]) == {"p50": 2.5, "p95": 3.85, "p99": 3.97, "mean": 2.5, "n": 4}
     assert spread_ms([]) is None

@@ -16,6 +16,9 @@ class Detokenizer(Protocol):
     def push(self, token: int) -> str:
         """Text that is certain after one more token; empty while a character is incomplete."""
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """What `push` gives for them one after the other."""
+
     def flush(self) -> str:
         """What is left at the end: incomplete bytes as U+FFFD, as a one-shot decoding has them."""
 
@@ -36,6 +39,9 @@ class ByteDetokenizer:
         if self._vocabulary.is_special(token):
             return ""
         return self._decoder.decode(self._vocabulary.bytes_of(token))
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(self._vocabulary.text_bytes(tokens))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -67,6 +73,9 @@ class WindowDetokenizer:
         if len(after) > len(before) and not after.endswith("\ufffd"):
             return self._emit(len(self._held), before, after)
         return self._oldest(before, after) if len(self._held) > _HELD else ""
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        return "".join([self.push(token) for token in tokens])
 
     def flush(self) -> str:
         return self._emit(len(self._held), *self._texts())

@@ -93,6 +93,22 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str, Ending | None]:
         """Feed emitted tokens; returns how many of them belong to the text, the text to show, and the end."""
+        if self._cannot_end(tokens):
+            self.count += len(tokens)
+            return len(tokens), self._detokenizer.push_all(tokens), None
+        return self.push_each(tokens)
+
+    def _cannot_end(self, tokens: Sequence[int]) -> bool:
+        """Whether none of them can end the text or be held back, so that they need not be looked at one by one."""
+        return (
+            not self._params.stop
+            and self.count + len(tokens) < self._max_tokens
+            and self._ends.isdisjoint(tokens)
+            and self._stop_ids.isdisjoint(tokens)
+        )
+
+    def push_each(self, tokens: Sequence[int]) -> tuple[int, str, Ending | None]:
+        """`push`, token by token."""
         shown = []
         for used, token in enumerate(tokens, 1):
             text, ending = self._one(token)

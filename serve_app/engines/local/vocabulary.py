@@ -30,6 +30,7 @@ class Vocabulary:
         self._special = frozenset(tokenizer.all_special_ids)
         self._added = tokenizer.get_added_vocab()
         self._added_ids = frozenset(self._added.values())
+        self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token: int) -> bool:
         """Whether the token is left out of text."""
@@ -37,6 +38,17 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         """The token's own bytes, special tokens as they are spelled; empty for an id without a token."""
+        raw = self._bytes.get(token)
+        if raw is None:
+            # No more of them than there are tokens: ids come from the model, or were checked.
+            raw = self._bytes[token] = self._spelled(token)
+        return raw
+
+    def text_bytes(self, tokens: Sequence[int]) -> bytes:
+        """What the tokens add to a text, for byte-level vocabularies."""
+        return b"".join([self.bytes_of(token) for token in tokens if token not in self._special])
+
+    def _spelled(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(int(token))
         if piece is None:
             return b""

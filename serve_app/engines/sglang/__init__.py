@@ -1,4 +1,4 @@
-"""SGLang in the replica's own process: scheduler and detokenizer are its children, no HTTP server is started.
+"""SGLang in the replica's own process: its scheduler is a child, no HTTP server is started.
 
 Submodules: `arguments` (configuration → ServerArgs), `host` (the thread and processes that SGLang is), `requests` (what
 may be asked of it, in its words), `choice` (what it answers, in ours), `engine` (the seam), `exposition` (its series).

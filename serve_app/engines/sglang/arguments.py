@@ -37,6 +37,7 @@ DECIDED = {
 FIXED = frozenset(
     (
         *("enable_metrics", "incremental_streaming_output", "skip_tokenizer_init", "tokenizer_worker_num"),
+        *("detokenizer_worker_num", "log_requests", "export_metrics_to_file"),
         *("custom_sigquit_handler", "is_embedding", "nnodes", "node_rank", "pp_size", "host", "port", "api_key"),
     )
 )

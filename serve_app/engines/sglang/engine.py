@@ -10,7 +10,7 @@ those fields.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -33,7 +33,7 @@ from serve_app.engines.sglang.exposition import OwnSeries
 from serve_app.engines.sglang.host import Host
 from serve_app.engines.sglang.loading import Parts, parts_of, prepare
 from serve_app.engines.sglang.requests import generation, refuse, sampling_params
-from serve_app.engines.sglang.submission import Submission
+from serve_app.engines.sglang.submission import Courier, Submission
 from serve_app.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -48,6 +48,9 @@ from serve_app.metrics import OUTCOMES, LoadMetrics
 logger = logging.getLogger(__name__)
 # The second token needs a decode step, or one of draft and verification.
 _PROBE_TOKENS = 2
+# Characters of a prompt that are tokenized on the event loop, in about half a millisecond. A hop to a thread and back
+# costs as much as a short question, and waits for the interpreter's lock behind whatever else this process does.
+_SHORT = 2048
 
 
 class SglangEngine:
@@ -69,6 +72,7 @@ class SglangEngine:
         self._parts: Parts | None = None
         self._starting = asyncio.Lock()
         self._submissions: dict[str, Submission] = {}
+        self._courier = Courier()
         self._created = int(time.time())
         self._last_token: float | None = None
         self._kv_used = self._waiting = 0
@@ -83,6 +87,7 @@ class SglangEngine:
             host = self._host = Host(arguments, environment(self._config), self._on_death, self._on_watch)
             try:
                 await host.start()
+                host.manager.after = self._courier.go
                 self._parts = parts_of(host.manager, host.info)
                 self._declare(self._parts)
                 await self.health()
@@ -111,6 +116,8 @@ class SglangEngine:
             submission.end_all()
         if host is not None:
             await host.stop()
+        for submission in list(self._submissions.values()):
+            submission.lose()  # what the thread could not end any more
         self._parts = None
 
     def _on_death(self, reason: str) -> None:
@@ -137,7 +144,7 @@ class SglangEngine:
         host, parts = self._running()
         check_sampling(request.sampling, parts.vocab)
         refuse(request, parts.offer)
-        prompt = await asyncio.to_thread(parts.prompts.encode, request, parts.context)
+        prompt = await _encoded(parts, request)
         max_tokens = bounded_tokens(request, len(prompt), parts.context)
         if len(prompt) + len(request.emitted) > parts.longest_prompt:
             raise ContextLengthExceeded(
@@ -150,7 +157,8 @@ class SglangEngine:
         try:
             for index in range(request.sampling.n):
                 choice, asked = _choice(parts, request, index, prompt, max_tokens)
-                submission.run(host, choice, host.call(self._pump(host, submission, choice, asked)))
+                submission.add(host, choice)
+                host.run(self._begin, host, submission, choice, asked)
             async for chunk in submission.chunks():
                 self._count(chunk)
                 yield chunk
@@ -173,29 +181,36 @@ class SglangEngine:
             raise Overloaded("the engine's queue is full", retry_after=1)
         self._submissions[request_id] = submission
 
-    async def _pump(self, host: Host, submission: Submission, choice: Choice, asked: dict[str, Any]) -> None:
-        """On SGLang's loop: one choice from its request to its end. An abort is waited for, so that SGLang's state of
-        it goes in the ordinary way."""
+    def _begin(self, host: Host, submission: Submission, choice: Choice, asked: dict[str, Any]) -> None:
+        """On SGLang's loop: ask the scheduler for one choice. An abort ends it in the scheduler's own time, so that
+        SGLang's state of it goes in the ordinary way."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         if choice.over:  # left before it began: SGLang ignores an abort of what it does not know yet
             return
+        take = functools.partial(self._take, host, submission, choice)
         try:
-            async for output in host.manager.generate_request(GenerateReqInput(**asked), None):
-                if choice.over:
-                    continue
-                if (chunk := _fed(choice, output)) is not None:
-                    submission.send(chunk)
-                if choice.over and output["meta_info"]["finish_reason"] is None:
-                    host.manager.abort_request(choice.rid)
-        except ServeError as error:
-            choice.over = True
-            host.manager.abort_request(choice.rid)  # while SGLang still knows it
-            submission.send(error)
+            host.manager.begin(GenerateReqInput(**asked), take)
         except ValueError as error:
-            if not choice.over:  # else it is how an abort ends that came before the scheduler had the request
-                choice.over = True
-                submission.send(refusal(HTTPStatus.BAD_REQUEST, str(error), choice.param))
+            choice.over = True
+            submission.send(refusal(HTTPStatus.BAD_REQUEST, str(error), choice.param))
+        except Exception as error:
+            choice.over = True
+            submission.send(_failure(error))
+
+    def _take(self, host: Host, submission: Submission, choice: Choice, output: dict[str, Any]) -> None:
+        """On SGLang's loop: what a step made of a choice. Others share the step: nothing is raised."""
+        if choice.over:
+            return
+        try:
+            if (chunk := _fed(choice, output)) is not None:
+                self._courier.put(submission, chunk)
+            if choice.over and output["meta_info"]["finish_reason"] is None:
+                host.manager.abort_request(choice.rid)
+        except Exception as error:
+            choice.over = True
+            self._courier.put(submission, error if isinstance(error, ServeError) else _failure(error))
+            host.manager.abort_request(choice.rid)
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.token_ids:
@@ -312,12 +327,36 @@ def _fed(choice: Choice, output: Mapping[str, Any]) -> Chunk | None:
         raise EngineFailed("SGLang's output could not be read") from error
 
 
+async def _encoded(parts: Parts, request: GenerateRequest) -> list[int]:
+    given: Seq[Any] = request.prompt or request.prompt_token_ids or ()
+    pieces = (*(request.messages or ()), *(request.tools or ()))
+    characters = len(given) + sum(len(str(piece)) for piece in pieces)
+    if characters > _SHORT:
+        return await asyncio.to_thread(parts.prompts.encode, request, parts.context)
+    return parts.prompts.encode(request, parts.context)
+
+
+def _failure(error: Exception) -> EngineFailed:
+    """What a reader is told of a fault of ours or SGLang's."""
+    failure = EngineFailed("The engine failed while it worked on this request.")
+    failure.__cause__ = error
+    return failure
+
+
 async def _probe(host: Host, asked: dict[str, Any]) -> int:
     """Tokens that SGLang generates for a request."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    tokens = 0
-    async with contextlib.aclosing(host.manager.generate_request(GenerateReqInput(**asked), None)) as outputs:
-        async for output in outputs:
+    tokens, ended = 0, asyncio.get_running_loop().create_future()
+
+    def take(output: dict[str, Any]) -> None:
+        nonlocal tokens
+        finish = output["meta_info"]["finish_reason"]
+        if finish is None or finish["type"] != "abort":
             tokens += len(output["output_ids"])
+        if finish is not None and not ended.done():
+            ended.set_result(None)
+
+    host.manager.begin(GenerateReqInput(**asked), take)
+    await ended
     return tokens

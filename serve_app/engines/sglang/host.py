@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from serve_app.engines.sglang.exposition import forget_series
+from serve_app.engines.sglang.manager import manager_class
 from serve_app.engines.sglang.process import clean_start, ignore_sigquit, kill_all, metrics_directory
 from serve_app.errors import ConfigError, EngineFailed, EngineGone
 
@@ -82,6 +84,13 @@ class Host:
         if self._thread.is_alive():
             logger.error("SGLang's thread did not end within %g s", _JOIN_S)
 
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on SGLang's event loop, soon. Raises EngineGone where there is none any more."""
+        loop = self._loop  # the thread may take it away meanwhile
+        if loop is None or self.dead is not None or self._stopping.is_set():
+            raise EngineGone("The engine of this replica is gone.", retry_after=1)
+        loop.call_soon_threadsafe(function, *arguments)
+
     def call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on SGLang's event loop. Raises EngineGone where there is none any more."""
         loop = self._loop  # the thread may take it away meanwhile
@@ -104,7 +113,7 @@ class Host:
 
     def _run(self) -> None:
         try:
-            with ignore_sigquit(), metrics_directory(self._variables), asyncio.Runner() as runner:
+            with ignore_sigquit(), metrics_directory(self._variables), asyncio.Runner(loop_factory=_new_loop) as runner:
                 runner.run(self._live())
         except BaseException as error:
             if not self._ready.done():
@@ -175,6 +184,13 @@ class Host:
         forget_series()
 
 
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """The kind that SGLang runs in by itself, and brings."""
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
 async def _cancel_everything() -> None:
     """Requests still in the tokenizer manager tell the scheduler so, which needs its sockets."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -206,12 +222,25 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     managers = []
 
     def make_manager(*given: Any) -> Any:
-        made = init_tokenizer_manager(*given)
+        made = init_tokenizer_manager(*given, TokenizerManagerClass=manager_class())
         managers.append(made[0])
         return made
 
     class Ours(Engine):
+        """Text is made of token ids here (`choice`): the scheduler sends them past the detokenizer, which is not
+        started. (`skip_tokenizer_init` would do that as well, but takes stop strings and grammars from the scheduler.)
+        """
+
         init_tokenizer_manager_func = staticmethod(make_manager)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *more: Any) -> Any:
+            direct = replace(port_args, detokenizer_ipc_name=port_args.tokenizer_ipc_name)
+            return super()._launch_scheduler_processes(server_args, direct, *more)
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> Any:
+            return [], []
 
         def shutdown(self) -> None:
             """Called when the process ends: SGLang's own would kill every child that the process has then."""

@@ -1,4 +1,4 @@
-"""One submitted request between two event loops: its reader's, and SGLang's, where each choice has a task.
+"""One submitted request between two event loops: its reader's, and SGLang's, where its choices are fed.
 
 What this module does not do: know what SGLang answers (`choice`).
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from typing import Any
 
 from serve_app.engines.base import Chunk
 from serve_app.engines.sglang.choice import Choice
 from serve_app.engines.sglang.host import Host
-from serve_app.errors import EngineFailed, ReplicaLost, ServeError
+from serve_app.errors import ReplicaLost, ServeError
 
 
 class Submission:
@@ -24,33 +23,29 @@ class Submission:
         loop: the reader's. choices: how many there will be.
 
     Attributes:
-        open: choices that have not ended.
+        open: choices that have not ended. loop: the reader's.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, choices: int) -> None:
-        self.open = choices
-        self._loop = loop
-        self._arrived: asyncio.Queue[Chunk | ServeError] = asyncio.Queue()
+        self.open, self.loop = choices, loop
+        self._arrived: deque[Chunk | ServeError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._work: list[tuple[Host, Choice]] = []
 
-    def run(self, host: Host, choice: Choice, task: Future[Any]) -> None:
-        """`task` is the choice's, on SGLang's loop."""
+    def add(self, host: Host, choice: Choice) -> None:
+        """One of its choices, which SGLang's loop will feed."""
         self._work.append((host, choice))
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: Future[Any]) -> None:
-        """A task that was cancelled or failed said nothing to the reader."""
-        if task.cancelled():
-            self.lose()
-        elif (error := task.exception()) is not None:
-            failure = EngineFailed("The engine failed while it worked on this request.")
-            failure.__cause__ = error
-            self.send(failure)
 
     def send(self, item: Chunk | ServeError) -> None:
         """From any thread: one more chunk, or the error that ends everything."""
         with contextlib.suppress(RuntimeError):  # the reader's loop is closed
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
+            self.loop.call_soon_threadsafe(self.arrive, item)
+
+    def arrive(self, item: Chunk | ServeError) -> None:
+        """`send`, on the reader's loop."""
+        self._arrived.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def lose(self) -> None:
         """From any thread: SGLang is gone, and what it generates with it."""
@@ -69,11 +64,35 @@ class Submission:
     async def chunks(self) -> AsyncIterator[Chunk]:
         """Until every choice has ended. Raises the error that ended the request."""
         while self.open:
-            item = await self._arrived.get()
+            while not self._arrived:
+                self._waiter = self.loop.create_future()
+                await self._waiter
+            item = self._arrived.popleft()
             if isinstance(item, ServeError):
                 raise item
             self.open -= item.finish_reason is not None
             yield item
+
+
+class Courier:
+    """On SGLang's loop: gathers what one step made, so that each reader's loop is woken once for all of it."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[asyncio.AbstractEventLoop, list[tuple[Submission, Chunk | ServeError]]] = {}
+
+    def put(self, submission: Submission, item: Chunk | ServeError) -> None:
+        self._gathered.setdefault(submission.loop, []).append((submission, item))
+
+    def go(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        for loop, items in gathered.items():
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(_hand_over, items)
+
+
+def _hand_over(items: list[tuple[Submission, Chunk | ServeError]]) -> None:
+    for submission, item in items:
+        submission.arrive(item)
 
 
 def _end(host: Host, submission: Submission, choice: Choice) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -41,6 +41,29 @@ def run(
         if ending is not None or at >= len(tokens):
             return used, texts, ending
     raise AssertionError("unreachable")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.lists(st.one_of(st.sampled_from([0, 1, END, *ids("aé🎉")]), st.integers(0, 258)), max_size=30),
+    sizes=st.lists(st.integers(1, 6), max_size=30),
+    limit=st.integers(1, 40),
+    sampling=st.sampled_from([{}, {"ignore_eos": True}, {"stop_token_ids": (5,)}, {"stop": ("a",)}, {"min_tokens": 3}]),
+)
+def test_a_block_gives_what_its_tokens_give_one_by_one(
+    vocabulary: Vocabulary, tokens: list[int], sizes: list[int], limit: int, sampling: dict[str, Any]
+) -> None:
+    def stream() -> TextStream:
+        return TextStream(SamplingParams(**sampling), make_detokenizer(vocabulary), limit, {END})
+
+    fast, naive, at = stream(), stream(), 0
+    for size in [*sizes, len(tokens)]:
+        block, at = tokens[at : at + size], at + size
+        found = fast.push(block)
+        assert found == naive.push_each(block) and fast.count == naive.count
+        if found[2] is not None:
+            return
+    assert fast.finish() == naive.finish()
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.choice import Choice, refused_field
+from serve_app.engines.sglang.submission import Courier, Submission
 from serve_app.errors import EngineFailed, InvalidRequest, Overloaded, ServeError
 from tests.engines.local.conftest import write_tokenizer
 
@@ -110,3 +112,23 @@ def test_a_refused_grammar_is_the_response_formats(vocabulary: Vocabulary) -> No
         refused = {"type": "abort", "message": "no", "status_code": 400}
         choice(vocabulary, json_schema="{}").feed(output([], refused))
     assert caught.value.param == "response_format"
+
+
+class _Loop(asyncio.AbstractEventLoop):
+    """Only what a reader of chunks that have arrived asks for."""
+
+
+async def test_a_readers_loop_is_woken_once_for_all_that_a_step_made(vocabulary: Vocabulary) -> None:
+    loop, woken = _Loop(), []
+    loop.call_soon_threadsafe = lambda function, *given: woken.append((function, given))  # type: ignore[method-assign]
+    first, second = (Submission(loop, 1) for _ in range(2))
+    courier, chunks = Courier(), [Chunk(0, (n,), str(n)) for n in range(3)]
+    for submission, chunk in zip((first, second, first), chunks, strict=True):
+        courier.put(submission, chunk)
+    courier.go()
+    courier.go()  # nothing is left
+    ((function, given),) = woken
+    function(*given)
+    read = first.chunks()
+    assert [await anext(read), await anext(read)] == [chunks[0], chunks[2]]
+    assert await anext(second.chunks()) == chunks[1]

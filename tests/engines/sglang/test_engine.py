@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from transformers import AutoModelForCausalLM
 
 from serve_app.config import load_config
 from serve_app.engines.base import Engine, GenerateRequest, SamplingParams
 from serve_app.engines.local.engine import LocalEngine
+from serve_app.engines.sglang.choice import Choice
 from serve_app.engines.sglang.engine import SglangEngine
-from serve_app.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unsupported
+from serve_app.engines.sglang.manager import manager_class, observe_gaps
+from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded, Unsupported
 from tests.engines.local.conftest import VOCAB
 from tests.engines.local.helpers import Answer, collect, request
 
@@ -232,3 +237,123 @@ async def test_the_page_has_the_schedulers_series_and_this_processs(
     page = generate_latest(registry).decode().splitlines()
     series = [line.rsplit(" ", 1)[0] for line in page if not line.startswith("#")]
     assert len(series) == len(set(series))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"stop": ("\x0c",)}, {"max_tokens": 30, "ignore_eos": True}, {"logprobs": 2}], ids=str
+)
+async def test_a_step_gives_what_sglangs_own_handler_gives(
+    engine: SglangEngine, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    """SGLang's own is the reference, and its series count the same."""
+
+    async def found() -> tuple[Any, ...]:
+        before = sglang_counts(registry)
+        answer = await ask(engine, request("hello", **sampling))
+        await idle(engine)
+        after = sglang_counts(registry)
+        changes = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        return [replace(chunk, usage=None) for chunk in answer.chunks], answer.usage, changes
+
+    await ask(engine, request("hello", max_tokens=1))  # cached alike
+    ours = await found()
+    monkeypatch.setattr(engine._host.manager, "_observed", True)
+    assert await found() == ours
+    assert sum(ours[2].values())
+
+
+def sglang_counts(registry: CollectorRegistry) -> dict[str, float]:
+    """Observations of the tokenizer manager's series, which no scheduler writes."""
+    wanted = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+    names = {f"sglang:{name}_count" for name in wanted} | {
+        "sglang:generation_tokens_total",
+        "sglang:num_requests_total",
+    }
+    samples = [sample for family in registry.collect() for sample in family.samples if sample.name in names]
+    counts: dict[str, float] = {}
+    for sample in samples:
+        counts[sample.name] = counts.get(sample.name, 0.0) + sample.value
+    return counts
+
+
+async def test_what_sglang_itself_asks_runs_beside_it(engine: SglangEngine) -> None:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    asked: dict[str, Any] = {"input_ids": [1, 33, 44], "sampling_params": {"max_new_tokens": 40, "temperature": 0.0}}
+    host = engine._host
+    assert host is not None
+
+    async def theirs() -> list[int]:
+        outputs = host.manager.generate_request(GenerateReqInput(rid="theirs", stream=True, **asked), None)
+        return [token async for output in outputs for token in output["output_ids"]]
+
+    alone = await asyncio.wait_for(asyncio.wrap_future(host.call(theirs())), SOON_S)
+    wanted = request("hello", max_tokens=60, ignore_eos=True)
+    undisturbed = await ask(engine, wanted)
+    beside = asyncio.ensure_future(ask(engine, wanted))
+    assert await asyncio.wait_for(asyncio.wrap_future(host.call(theirs())), SOON_S) == alone
+    assert (await beside).tokens == undisturbed.tokens
+    await idle(engine)
+
+
+async def test_a_fault_in_one_answer_ends_only_that(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Choice.feed
+
+    def faulty(self: Choice, output: Any) -> Any:
+        if self.rid.startswith("faulty"):
+            raise RuntimeError("broken")
+        return feed(self, output)
+
+    monkeypatch.setattr(Choice, "feed", faulty)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    other = asyncio.ensure_future(ask(engine, request("hello", max_tokens=40, ignore_eos=True)))
+    with pytest.raises(EngineFailed, match="failed while it worked"):
+        await ask(engine, GenerateRequest("faulty", params, prompt="hello"))
+    assert len((await other).tokens) == 40
+    await idle(engine)
+
+
+@pytest.mark.parametrize("prompt", ["x" * 20, "é" * 120])
+async def test_a_prompt_is_the_same_on_the_loop_and_in_a_thread(
+    engine: SglangEngine, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    wanted = request(prompt, max_tokens=3, ignore_eos=True)
+    short = await ask(engine, wanted)
+    monkeypatch.setattr("serve_app.engines.sglang.engine._SHORT", 0)
+    assert (await ask(engine, wanted)).tokens == short.tokens
+
+
+def test_gaps_are_counted_as_sglang_counts_them() -> None:
+    from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
+
+    gaps = [(0.01, 4), (0.2, 1), (3.0, 2), (0.0, 3), (1e9, 1), (0.1, 1)]
+    one, other = (Histogram("gaps", "Gaps.", ("model",), registry=CollectorRegistry()) for _ in range(2))
+    observe_gaps(one.labels("m"), gaps)
+    collector = SimpleNamespace(histogram_inter_token_latency=other)
+    for seconds, count in gaps:
+        TokenizerMetricsCollector.observe_inter_token_latency(collector, {"model": "m"}, seconds, count)
+    ours, theirs = ([(s.name, s.labels, s.value) for s in h.collect()[0].samples][:-1] for h in (one, other))
+    assert ours == theirs
+
+
+async def test_a_fast_scheduler_leaves_turns_to_requests(sglang_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages, turns = iter(range(1000)), 0
+
+    async def take(message: Any) -> None: ...
+
+    async def others() -> None:
+        nonlocal turns
+        while not receiving.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    # There always is a message, until the test ends.
+    monkeypatch.setattr("sglang.srt.managers.io_struct.sock_recv", lambda *_: next(messages))
+    here, there = socket.socketpair()
+    with here, there:
+        manager = object.__new__(manager_class())
+        manager._sockets, manager._message = SimpleNamespace(taken=SimpleNamespace(FD=here.fileno())), take
+        manager.soft_watchdog = SimpleNamespace(feed=lambda: None)
+        receiving = asyncio.ensure_future(manager.handle_loop())
+        _, ended = await asyncio.gather(others(), receiving, return_exceptions=True)
+    assert isinstance(ended, RuntimeError) and turns > 900
