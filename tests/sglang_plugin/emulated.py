@@ -68,7 +68,7 @@ def main() -> None:
         for sample in family.samples
         if sample.name.startswith("ddtree_")
         and sample.value
-        and not sample.name.endswith(("_created", "seconds_total"))
+        and not sample.name.endswith(LEFT_OUT)
     }
     print(json.dumps(answer), flush=True)
     os._exit(0)  # SGLang's threads are not asked
