@@ -66,9 +66,7 @@ def main() -> None:
         for registry in registries
         for family in registry.collect()
         for sample in family.samples
-        if sample.name.startswith("ddtree_")
-        and sample.value
-        and not sample.name.endswith(LEFT_OUT)
+        if sample.name.startswith("ddtree_") and sample.value and not sample.name.endswith(LEFT_OUT)
     }
     print(json.dumps(answer), flush=True)
     os._exit(0)  # SGLang's threads are not asked
