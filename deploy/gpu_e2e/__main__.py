@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     from deploy.gpu_e2e.phases import phases
     from deploy.gpu_e2e.run import Options, Run
     from deploy.gpu_e2e.settings import Machine
+    from deploy.gpu_e2e.template import with_tools
 
     wanted = [name for name in STAGES if name in options.stages.split(",")]
     unknown = set(options.stages.split(",")) - set(STAGES)
@@ -41,9 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     levels = [int(n) for n in options.streams.split(",")]
-    machine = Machine(
-        options.model, options.drafter, gpus, options.dtype, options.budget, max(levels), _heads(options.model)
-    )
+    model = with_tools(options.model, options.work / "model")
+    machine = Machine(model, options.drafter, gpus, options.dtype, options.budget, max(levels), _heads(options.model))
     run = Run(
         machine,
         Options(

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from deploy.gpu_e2e.checks import SCHEMA, follows, say
+from deploy.gpu_e2e.checks import NAMED, NOW, SCHEMA, WEATHER, follows, say
 from deploy.gpu_e2e.settings import MODEL_ID
 from load_tests.chaos import invalid_bodies
 from load_tests.scrape import Page, parse, total
@@ -74,10 +74,15 @@ def grammar_with_drafts(s: Server) -> None:
     assert any(ended), answers
 
 
-def a_required_tool_is_refused_by_name(s: Server) -> None:
+def a_required_tool_is_called_with_drafts(s: Server) -> None:
     """S/issues/30096: tool_choice=required."""
-    error = s.ask(say("hi"), 400, tool_choice="required")["error"]
-    assert error["param"] == "tool_choice", error
+    asked: dict[str, Any] = {"tools": [WEATHER, NOW], "tool_choice": NAMED, "max_tokens": 200, "temperature": 0.8}
+    answers = [s.ask(say(f"The weather on day {n}?"), **asked)["choices"][0] for n in range(4)]
+    for answer in answers:
+        called = [call["function"] for call in answer["message"]["tool_calls"]]
+        assert {function["name"] for function in called} == {"weather"}, answer
+        if answer["finish_reason"] != "length":
+            assert all(isinstance(json.loads(function["arguments"]), dict) for function in called), answer
 
 
 def logprobs_are_the_targets(s: Server) -> None:
@@ -239,7 +244,7 @@ def an_invalid_body_gets_its_status(s: Server) -> None:
 CASES: dict[str, Callable[[Server], None]] = {
     case.__name__: case
     for case in (
-        grammar_with_drafts, a_required_tool_is_refused_by_name, logprobs_are_the_targets,
+        grammar_with_drafts, a_required_tool_is_called_with_drafts, logprobs_are_the_targets,
         what_trees_cannot_honour_is_refused, temperature_is_obeyed, nothing_is_past_a_stop, limits_are_exact,
         an_answer_ends_at_its_end_token, characters_are_whole_in_streams, a_reader_who_leaves_frees_its_slot,
         a_prompt_may_reach_the_contexts_end, a_shared_prefix_is_cached_and_changes_nothing,

@@ -22,7 +22,18 @@ SCHEMA = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather.", "parameters": ARGUMENTS},
+}
+NOW: Any = {"type": "function", "function": {"name": "now", "description": "The time."}}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 GREEDY = {"model": MODEL_ID, "temperature": 0}
 
 
@@ -155,10 +166,79 @@ def json_object(c: openai.OpenAI) -> None:
     assert choice.message.content.lstrip().startswith("{")
 
 
-def tools_are_refused_by_name(c: openai.OpenAI) -> None:
-    for field, value in (("tools", [TOOL]), ("functions", [TOOL["function"]])):
-        error = _refused(c, **{field: value})
-        assert (error.code, error.param) == ("unsupported_parameter", field), error
+def a_tool_that_must_be_called_is(c: openai.OpenAI) -> None:
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    asked = {"model": MODEL_ID, "messages": say("What is the weather in Rome?"), "max_tokens": 200}
+    for choice, temperature in (("required", 0), (NAMED, 0), ("required", 0.8), (NAMED, 1.0)):
+        answer = c.chat.completions.create(
+            **asked, tools=[strict], tool_choice=choice, parallel_tool_calls=False, temperature=temperature, n=2
+        )
+        assert len(answer.choices) == 2
+        for one in answer.choices:
+            assert one.finish_reason == "tool_calls" and one.message.content is None, one
+            (call,) = one.message.tool_calls
+            assert call.id and call.type == "function" and call.function.name == "weather", call
+            said = json.loads(call.function.arguments)
+            assert said["city"] in ("Paris", "Rome") and said["days"] in (1, 2, 3), said
+
+
+def a_call_streams(c: openai.OpenAI) -> None:
+    asked = {
+        **GREEDY, "messages": say("What is the weather in Rome?"), "max_tokens": 200, "parallel_tool_calls": False,
+        "tools": [{"type": "function", "function": {**WEATHER["function"], "strict": True}}], "tool_choice": NAMED,
+    }  # fmt: skip
+    (whole,) = c.chat.completions.create(**asked).choices[0].message.tool_calls
+    chunks = [chunk.choices[0] for chunk in c.chat.completions.create(**asked, stream=True)]
+    pieces = [call for choice in chunks for call in choice.delta.tool_calls or []]
+    assert {piece.index for piece in pieces} == {0}
+    first, *rest = pieces
+    assert first.id and first.type == "function" and first.function.name == "weather", first
+    assert not any(piece.id or piece.function.name for piece in rest)
+    text = "".join(piece.function.arguments or "" for piece in pieces)
+    assert json.loads(text) == json.loads(whole.function.arguments), (text, whole)
+    assert [choice.finish_reason for choice in chunks if choice.finish_reason] == ["tool_calls"]
+
+
+def a_tool_may_be_called(c: openai.OpenAI) -> None:
+    asked = {"model": MODEL_ID, "messages": say("What is the weather in Rome?"), "max_tokens": 80}
+    for temperature in (0, 0.7, 1.0):
+        one = c.chat.completions.create(**asked, tools=[WEATHER, NOW], temperature=temperature).choices[0]
+        assert (one.finish_reason == "tool_calls") <= bool(one.message.tool_calls), one
+        assert one.message.content or one.message.tool_calls, one
+        for call in one.message.tool_calls or []:
+            assert call.function.name in ("weather", "now"), call
+    none = c.chat.completions.create(**asked, tools=[WEATHER], tool_choice="none", temperature=0)
+    plain = c.chat.completions.create(**asked, temperature=0)
+    assert none.choices[0].message.tool_calls is None
+    assert none.choices[0].message.content == plain.choices[0].message.content
+
+
+def a_tool_gives_its_answer(c: openai.OpenAI) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    history = [
+        *say("What time is it?"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "It is noon."},
+    ]
+    answer = c.chat.completions.create(**GREEDY, messages=history, tools=[NOW], max_tokens=40)
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+    without = c.chat.completions.create(**GREEDY, messages=history[:1], tools=[NOW], max_tokens=4)
+    assert answer.usage.prompt_tokens > without.usage.prompt_tokens
+
+
+def wrong_tools_are_named(c: openai.OpenAI) -> None:
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": 5}}}
+    for asked, param in (
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [NOW], "logprobs": True}, "logprobs"),
+        ({"tools": [NOW, schema]}, "tools[1].function.parameters"),
+        ({"functions": [NOW["function"]]}, "functions"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ):
+        error = _refused(c, **asked)
+        assert error.type == "invalid_request_error" and error.param == param, (asked, error)
 
 
 def errors(c: openai.OpenAI) -> None:
@@ -191,6 +271,7 @@ CHECKS: dict[str, Callable[[openai.OpenAI], None]] = {
     check.__name__: check
     for check in (
         models, chat, streams, usage_is_sent_only_when_asked_for, completions, logprobs, several_choices, stop_strings,
-        either_limit, json_schema, json_object, tools_are_refused_by_name, errors,
+        either_limit, json_schema, json_object, a_tool_that_must_be_called_is, a_call_streams, a_tool_may_be_called,
+        a_tool_gives_its_answer, wrong_tools_are_named, errors,
     )
 }  # fmt: skip

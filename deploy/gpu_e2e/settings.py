@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.gpu_e2e.template import PARSER
+
 MODEL_ID = "smollm2-135m"
 METHODS = {"ddtree": "ddtree", "dflash": "chain", "ar": "none"}
 # Engines of several phases may lie side by side on one GPU: their KV caches are sized by tokens, and idle ones sleep.
@@ -62,7 +64,7 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
         "engine": {"kind": "sglang", "max_running": machine.streams, "max_queued": 512},
         "sglang": {
             "attention_backend": "torch_native" if cpu else "triton", "mem_fraction_static": None if cpu else 0.8,
-            "server_args": arguments,
+            "tool_call_parser": PARSER, "server_args": arguments,
         },
         # Kernels may be compiled at the first request of their kind, on slow cores: that is no stuck engine.
         "replica": {

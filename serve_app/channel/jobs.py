@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from serve_app.channel.wire import ChannelError, usage_of
-from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.engines.base import GenerateRequest, SamplingParams, Usage
 from serve_app.protocol import Job, Origin, Progress
 
 
@@ -43,7 +43,7 @@ def pack_job(job: Job) -> bytes:
     return packed
 
 
-_usage = attrgetter("prompt_tokens", "completion_tokens", "cached_tokens")
+_usage = attrgetter(*_names(Usage))
 
 
 def _plain(request: GenerateRequest) -> list[Any]:

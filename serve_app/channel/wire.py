@@ -208,8 +208,8 @@ def item_of(entry: Sequence[Any]) -> Item:
         raise ChannelError(f"not an item: {type(wrong).__name__}") from None
 
 
-def _usage(usage: Usage) -> tuple[int, int, int]:
-    return usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+def _usage(usage: Usage) -> tuple[int, int, int, int | None]:
+    return usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens
 
 
 def usage_of(packed: Sequence[int]) -> Usage:

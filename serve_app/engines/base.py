@@ -63,6 +63,12 @@ class GenerateRequest:
 
     `messages` and `tools` are plain OpenAI dictionaries; the engine renders its chat template.
 
+    `tools`: what the answer may call, only for engines whose `ModelInfo.tools` says so; None where none may be called.
+    `tool_choice`: whether it may call or must; `named_tool`: of these tools it must call this one.
+    `parallel_tool_calls`: whether the answer may have several calls. `reasoning_effort`: OpenAI's word for how much to
+    reason, "none" for not at all, None for the model's own way. `separate_reasoning`: whether reasoning is told apart
+    from the answer, where `ModelInfo.reasoning` says that the engine can.
+
     `emitted`: tokens that another engine already emitted for this prompt, where `n` is 1. The engine goes on behind
     them as if it had emitted them itself: its chunks hold only what is new, limits and usage count all, and stop
     strings, penalties, seed and characters continue. Only engines whose `ModelInfo.continues` says so get it.
@@ -75,6 +81,11 @@ class GenerateRequest:
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_choice: Literal["auto", "required"] = "auto"
+    named_tool: str | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    separate_reasoning: bool = True
     emitted: tuple[int, ...] = ()
 
 
@@ -94,11 +105,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`completion_tokens` counts every emitted token, the one that ended the text included."""
+    """`completion_tokens` counts every emitted token, the one that ended the text included. `reasoning_tokens`: those
+    of them that are reasoning, the marks around it included; None where nobody can tell exactly."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +146,9 @@ class Chunk:
         logprobs: one entry per token id, when asked for.
         finish_reason: set on the choice's last chunk. stop_reason: the stop string or token id that ended it.
         usage: on the choice's last chunk. trail: likewise, where the engine keeps such books.
-        delta: engine-parsed OpenAI delta fields (`reasoning_content`, `tool_calls`) when the engine has parsers.
+        delta: engine-parsed OpenAI delta fields when the engine has parsers: `reasoning_content`, text, and
+            `tool_calls`, with at most one entry for each call; its first has `id`, `type` and the function's name.
+            `text` is then what is neither.
     """
 
     index: int
@@ -165,7 +180,8 @@ class ModelInfo:
 
     `continues`: which requests go on from `GenerateRequest.emitted` with the text of an undisturbed run: none, greedy
     ones (others then go on with fresh randomness), or seeded ones too. `grammars`: whether it takes
-    `SamplingParams.json_schema`.
+    `SamplingParams.json_schema`. `tools`: whether it takes `GenerateRequest.tools`. `reasoning`: whether it tells
+    reasoning apart.
     """
 
     id: str
@@ -175,6 +191,8 @@ class ModelInfo:
     owned_by: str = "ddtree-serve"
     continues: Literal["none", "greedy", "seeded"] = "none"
     grammars: bool = False
+    tools: bool = False
+    reasoning: bool = False
 
 
 @runtime_checkable

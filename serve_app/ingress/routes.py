@@ -119,10 +119,10 @@ def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/tokenize", **_documented(TokenizeRequest, answers.Tokens))
     async def tokenize(request: Request) -> Response:
         wire, _, _ = await _read(gateway, request, TokenizeRequest)
-        prompt = tokenize_request(wire)
 
         async def call() -> tuple[list[int], ModelInfo]:
-            return await gateway.backend.tokenize(prompt), await gateway.backend.info()
+            info = await gateway.backend.info()
+            return await gateway.backend.tokenize(tokenize_request(wire, info)), info
 
         tokens, info = await _short(gateway, request, call)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len})

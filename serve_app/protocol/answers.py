@@ -23,12 +23,26 @@ class UsageBody(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | None = None
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

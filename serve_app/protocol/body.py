@@ -13,6 +13,7 @@ import orjson
 from serve_app.errors import InvalidRequest
 
 MAX_DEPTH = 64
+_SCHEMAS = frozenset({"schema", "parameters"})
 
 
 class _DuplicateKey(ValueError):
@@ -20,7 +21,8 @@ class _DuplicateKey(ValueError):
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Decode a request body into a dictionary; keys whose value is null are dropped at every level.
+    """Decode a request body into a dictionary; keys whose value is null are dropped at every level but in JSON schemas,
+    where null is a value like others.
 
     Raises:
         InvalidRequest: the body is not such a document; never quotes it.
@@ -63,7 +65,11 @@ def _deeper_than(value: Any, limit: int) -> bool:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: item if key in _SCHEMAS and isinstance(item, dict) else _without_nulls(item)
+            for key, item in value.items()
+            if item is not None
+        }
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value

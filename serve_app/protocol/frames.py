@@ -9,7 +9,7 @@ What this module does not do: send, wait or batch; the replica decides which chu
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,8 @@ class _Choice:
     started: bool = False
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    delta: dict[str, Any] = field(default_factory=dict)
+    delta: dict[str, str] = field(default_factory=dict)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_reason: str | None = None
     usage: Usage | None = None
     tokens: int = 0
@@ -59,6 +60,15 @@ class _Choice:
         if sent.offset is not None:
             self.characters = sent.offset[0]
             self.decoder.setstate((sent.offset[1], 0))
+
+    def add_calls(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a delta's calls: the first entry of each names it, all of them add to its arguments."""
+        for entry in entries:
+            function = entry["function"]
+            if entry["index"] not in self.calls:
+                called = {"name": function["name"], "arguments": ""}
+                self.calls[entry["index"]] = {"id": entry["id"], "type": entry["type"], "function": called}
+            self.calls[entry["index"]]["function"]["arguments"] += function.get("arguments", "")
 
     def take(self, chunk: Chunk) -> None:
         self.tokens += len(chunk.token_ids)
@@ -122,8 +132,10 @@ class Renderer:
         choice.text.append(chunk.text)
         choice.logprobs.extend(chunk.logprobs or ())
         for key, value in (chunk.delta or {}).items():
-            # Strings and lists of deltas concatenate.
-            choice.delta[key] = choice.delta[key] + value if key in choice.delta else value
+            if key == "tool_calls":
+                choice.add_calls(value)
+            else:
+                choice.delta[key] = choice.delta.get(key, "") + value
 
     def body(self) -> bytes:
         """The whole answer of a job that does not stream."""
@@ -135,8 +147,9 @@ class Renderer:
         logprobs = tuple(choice.logprobs) if asked else None
         entry: dict[str, Any] = {"index": index}
         if self._job.chat:
-            content = None if choice.delta.get("tool_calls") and not text else text
-            entry["message"] = {"role": "assistant", "content": content, "refusal": None, **choice.delta}
+            calls = {"tool_calls": list(choice.calls.values())} if choice.calls else {}
+            content = None if calls and not text else text
+            entry["message"] = {"role": "assistant", "content": content, "refusal": None, **choice.delta, **calls}
             entry["logprobs"] = _chat_logprobs(logprobs)
         else:
             entry["text"] = text
@@ -146,6 +159,7 @@ class Renderer:
 
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = cached = completion = 0
+        reasoning: list[int] = []
         for start in range(0, len(self._choices), self._n):
             group = self._choices[start : start + self._n]
             usages = [c.usage for c in group if c.usage is not None]
@@ -153,12 +167,16 @@ class Renderer:
             prompt_tokens += max((u.prompt_tokens for u in usages), default=0)
             cached += max((u.cached_tokens for u in usages), default=0)
             completion += sum(c.usage.completion_tokens if c.usage else c.tokens for c in group)
-        return {
+            reasoning += [u.reasoning_tokens for u in usages if u.reasoning_tokens is not None]
+        usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if len(reasoning) == len(self._choices):  # else nobody knows them all
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+        return usage
 
 
 def _delta(chunk: Chunk, first: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import InvalidRequest, ServeError, Unsupported
 from serve_app.protocol.messages import plain_messages
 from serve_app.protocol.resume import Progress
+from serve_app.protocol.tools import tool_fields
 from serve_app.protocol.wire import (
     ChatRequest,
     CompletionRequest,
@@ -107,15 +108,35 @@ def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messag
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     limit = wire.max_completion_tokens if wire.max_tokens is None else wire.max_tokens
     logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
+    tools = tool_fields(wire.tools, wire.tool_choice, wire.parallel_tool_calls, info)
+    schema = _json_schema(wire.response_format, info)
+    if tools and logprobs is not None:
+        # A call's tokens are no text of the answer.
+        raise Unsupported("logprobs cannot be combined with tools.", param="logprobs")
+    if tools and schema is not None:
+        raise Unsupported("response_format other than text cannot be combined with tools.", param="response_format")
     request = GenerateRequest(
         request_id=_new_id("chatcmpl"),
-        sampling=replace(
-            _sampling(wire, info, limit, logprobs, max_choices), json_schema=_json_schema(wire.response_format, info)
-        ),
+        sampling=replace(_sampling(wire, info, limit, logprobs, max_choices), json_schema=schema),
         messages=plain_messages(wire.messages),
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
+        **tools,
+        **_reasoning_fields(wire, info),
     )
     return _job(wire, info, request.request_id, (request,), chat=True)
+
+
+def _reasoning_fields(wire: ChatRequest, info: ModelInfo) -> dict[str, Any]:
+    """Raises Unsupported for what only an engine that tells reasoning apart can do."""
+    if info.reasoning:
+        return {"reasoning_effort": wire.reasoning_effort, "separate_reasoning": wire.separate_reasoning is not False}
+    asked = {
+        "reasoning_effort": wire.reasoning_effort not in (None, "none"),
+        "separate_reasoning": wire.separate_reasoning,
+    }
+    for name in (name for name, given in asked.items() if given):
+        raise Unsupported(f"{name} is not offered as given. Not offered: the model does not reason.", param=name)
+    return {}
 
 
 def _json_schema(wanted: ResponseFormat | None, info: ModelInfo) -> str | None:
@@ -156,16 +177,20 @@ def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int
     return _job(wire, info, id, requests, chat=False)
 
 
-def tokenize_request(wire: TokenizeRequest) -> GenerateRequest:
-    """Raises InvalidRequest unless exactly one of prompt and messages is there."""
+def tokenize_request(wire: TokenizeRequest, info: ModelInfo) -> GenerateRequest:
+    """Raises InvalidRequest unless exactly one of prompt and messages is there, Unsupported for tools that no engine
+    takes."""
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("Give exactly one of prompt and messages.", param="prompt")
+    if wire.tools and wire.messages is None:
+        raise InvalidRequest("tools need messages.", param="tools")
     return GenerateRequest(
         request_id=_new_id("tok"),
         sampling=SamplingParams(),
         prompt=wire.prompt,
         messages=None if wire.messages is None else plain_messages(wire.messages),
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
+        **tool_fields(wire.tools, None, None, info),
     )
 
 

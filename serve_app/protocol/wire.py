@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from serve_app.protocol.messages import Message, Wire
+from serve_app.protocol.tools import NamedToolChoice, Tool, check_names
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
+MAX_TOOLS = 128
 
 Short = Annotated[str, Field(max_length=512)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(check_names)]
 KwargName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
@@ -105,13 +108,16 @@ class ChatRequest(Sampling):
     store: Literal[False] | None = _refused("nothing is stored")
     response_format: ResponseFormat | None = Field(None, description="Other than text needs an engine with grammars.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = _refused("only text")
-    reasoning_effort: Literal["none"] | None = _refused("the model does not reason")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="Other than none needs an engine that tells reasoning apart."
+    )
+    separate_reasoning: bool | None = Field(None, description="false leaves reasoning in the content.")
     verbosity: Literal["medium"] | None = _refused("the model has no such control")
-    tools: Annotated[list[Any], Field(max_length=0)] | None = _refused("the model has no tool parser")
-    tool_choice: Literal["none", "auto"] | None = _refused("the model has no tool parser")
-    functions: Annotated[list[Any], Field(max_length=0)] | None = _refused("the model has no tool parser")
-    function_call: Literal["none", "auto"] | None = _refused("the model has no tool parser")
-    parallel_tool_calls: None = _refused("the model has no tool parser")
+    tools: Tools | None = Field(None, description="Needs an engine with a tool parser, as the two fields below.")
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = _refused("tools has taken its place")
+    function_call: Literal["none", "auto"] | None = _refused("tool_choice has taken its place")
     audio: None = _refused("only text")
     moderation: None = _refused("there is no moderation")
     prediction: None = _refused("drafts come from the drafter")
@@ -139,11 +145,12 @@ class CompletionRequest(Sampling):
 
 
 class TokenizeRequest(Wire):
-    """`POST /tokenize`: exactly one of `prompt` and `messages`."""
+    """`POST /tokenize`: exactly one of `prompt` and `messages`; `tools` with these."""
 
     model: Short | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None = None
 
 

@@ -43,6 +43,11 @@ REQUEST = st.builds(
     messages=st.none() | st.lists(st.dictionaries(TEXT, JSON, max_size=3), max_size=3).map(tuple),
     tools=st.none() | st.lists(st.dictionaries(TEXT, JSON, max_size=3), max_size=3).map(tuple),
     chat_template_kwargs=st.dictionaries(TEXT, JSON, max_size=3),
+    tool_choice=st.sampled_from(["auto", "required"]),
+    named_tool=st.none() | TEXT,
+    parallel_tool_calls=st.booleans(),
+    reasoning_effort=st.none() | TEXT,
+    separate_reasoning=st.booleans(),
     emitted=IDS,
 )
 PROGRESS = st.builds(
@@ -50,7 +55,7 @@ PROGRESS = st.builds(
     COUNT,
     IDS,
     st.booleans(),
-    st.none() | st.builds(Usage, COUNT, COUNT, COUNT),
+    st.none() | st.builds(Usage, COUNT, COUNT, COUNT, st.none() | COUNT),
     st.none() | st.tuples(COUNT, st.binary(max_size=3)),
 )
 JOBS = st.builds(

@@ -26,12 +26,21 @@ from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, spread_
 from deploy.gpu_e2e.phases import Phase, phases
 from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
 from deploy.gpu_e2e.settings import METHODS, Machine, tree
+from deploy.gpu_e2e.template import template, with_tools
 from serve_app.config import load_config
 from serve_app.engines.sglang.arguments import server_arguments
 from tests.conftest import ROOT
 
 GPU = Machine(Path("/m"), Path("/d"), gpus=2, dtype="float16", budget=32, streams=64, heads=8)
 CPU = Machine(Path("/m"), Path("/d"), gpus=0, dtype="float16", budget=32, streams=4, heads=9)
+
+
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def timing(number: int, sent: float, *stamps: float, end: float, tokens: int, steps: int = 0) -> Timing:
@@ -379,3 +388,48 @@ def test_the_packages_to_carry_are_those_that_are_tested() -> None:
     same = {re.sub(r"[-_.]", "-", name): version for name, version in tested.items()}
     assert {name: same.get(name) for name in pins} == pins
     assert {"ray", "locust", "aiohttp"} <= set(pins)
+
+
+# -- the chat template -------------------------------------------------------------------------------------------------
+
+
+def rendered(text: str, **variables: Any) -> str:
+    from jinja2 import Environment
+
+    return Environment().from_string(text).render(add_generation_prompt=True, **variables)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    ],
+)
+def test_chats_without_tools_are_rendered_as_by_the_models_own_template(messages: list[Any]) -> None:
+    assert rendered(template(SMOLLM2), messages=messages) == rendered(SMOLLM2, messages=messages)
+
+
+def test_tools_and_calls_are_in_the_prompt() -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = rendered(template(SMOLLM2), messages=messages, tools=tools)
+    assert text.startswith('<|im_start|>system\nYou may call these functions:\n{"name": "f"}\n')
+    assert '<tool_call>\n{"arguments": {"x": 1}, "name": "f"}\n</tool_call><|im_end|>' in text
+
+
+def test_the_directory_has_the_models_files_and_the_template(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": SMOLLM2, "eos_token": "e"}))
+    for _ in range(2):  # a run may find the folder of an earlier one
+        made = with_tools(model, tmp_path / "made")
+    assert (made / "config.json").read_text() == "{}"
+    assert json.loads((made / "tokenizer_config.json").read_text()) == {
+        "chat_template": template(SMOLLM2),
+        "eos_token": "e",
+    }
+    with pytest.raises(ValueError, match="not the one"):
+        template("{{ messages }}")

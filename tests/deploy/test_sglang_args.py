@@ -80,9 +80,9 @@ def test_the_serve_configuration_starts_sglang_with_the_same_arguments() -> None
     assert config.model.drafter is not None
     names = {*DECIDED, *config.sglang.server_args}
     made = server_arguments(config, Path(config.model.source), Path(config.model.drafter), names)
-    # What the file leaves to SGLang's default, what a server of its own needs, and what only the API's parsers read.
+    # What the file leaves to SGLang's default, and what a server of its own needs.
     own = {"dtype", "device", "disable_cuda_graph", "incremental_streaming_output", "log_level"}
-    theirs = {"host", "port", "tool_call_parser", "reasoning_parser"}
+    theirs = {"host", "port"}
     wanted = {n.removeprefix("--").replace("-", "_"): yaml.safe_load(v or "true") for n, v in options().items()}
     assert {n: v for n, v in made.items() if n not in own} == {n: v for n, v in wanted.items() if n not in theirs}
 

@@ -1,13 +1,16 @@
 """Chunks → frames and bodies."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from serve_app.engines.base import Chunk, GenerateRequest, SamplingParams, TokenLogprob, Usage
 from serve_app.errors import EngineFailed
-from serve_app.protocol import Job, Renderer, error_frames
+from serve_app.protocol import Job, Progress, Renderer, error_frames
 
 
 def make_job(*, chat: bool = True, stream: bool = True, usage: bool = False, n: int = 1, prompts: int = 1) -> Job:
@@ -159,6 +162,75 @@ def test_legacy_offsets_count_characters_that_broke_off(raw: list[bytes]) -> Non
 def test_parsed_deltas_pass_through() -> None:
     data = Renderer(make_job()).frame(0, chunk("", delta={"reasoning_content": "hm"}))
     assert events(data)[0]["choices"][0]["delta"] == {"role": "assistant", "reasoning_content": "hm"}
+
+
+def call(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    if name is None:
+        return {"index": index, "function": {"arguments": arguments}}
+    return {"index": index, "id": f"c{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_told_in_pieces_are_whole_in_the_body() -> None:
+    renderer = Renderer(make_job(stream=False))
+    for entries in ([call(0, "", "f")], [call(0, '{"a"'), call(1, "{", "g")], [call(0, ": 1}")], [call(1, "}")]):
+        renderer.collect(0, chunk("", delta={"tool_calls": entries, "reasoning_content": "h"}))
+    renderer.collect(0, chunk("", finish="tool_calls"))
+    message = json.loads(renderer.body())["choices"][0]["message"]
+    assert message["tool_calls"] == [
+        {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"id": "c1", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    assert (message["content"], message["reasoning_content"]) == (None, "hhhh")
+
+
+def test_the_official_client_puts_streamed_calls_together() -> None:
+    renderer, state = Renderer(make_job()), ChatCompletionStreamState()
+    for made in (
+        chunk("", delta={"reasoning_content": "h"}),
+        chunk("I look.", delta={"tool_calls": [call(0, '{"a": ', "f")]}),
+        chunk("", delta={"tool_calls": [call(0, "1}"), call(1, "{", "g")]}),
+        chunk("", finish="tool_calls", delta={"tool_calls": [call(1, "}")]}),
+    ):
+        for event in events(renderer.frame(0, made)):
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+    choice = state.get_final_completion().choices[0]
+    assert choice.message.content == "I look." and choice.finish_reason == "tool_calls"
+    assert [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or []] == [
+        ("c0", "f", '{"a": 1}'),
+        ("c1", "g", "{}"),
+    ]
+
+
+def test_a_call_goes_on_behind_what_another_replica_sent() -> None:
+    sent = (Progress(0, (1, 1)),)
+    renderer = Renderer(replace(make_job(), sent=sent))
+    delta = events(renderer.frame(0, chunk("", delta={"tool_calls": [call(0, "1}")]})))[0]["choices"][0]["delta"]
+    assert delta == {"tool_calls": [call(0, "1}")]}
+
+
+def test_text_beside_calls_is_the_content() -> None:
+    renderer = Renderer(make_job(stream=False))
+    renderer.collect(0, chunk("I look.", delta={"tool_calls": [call(0, "{}", "f")]}))
+    assert json.loads(renderer.body())["choices"][0]["message"]["content"] == "I look."
+
+
+def test_each_choice_has_calls_of_its_own() -> None:
+    renderer = Renderer(make_job(stream=False, n=2))
+    for index, name in enumerate("fg"):
+        renderer.collect(0, chunk("", index, "tool_calls", delta={"tool_calls": [call(0, "{}", name)]}))
+    choices = json.loads(renderer.body())["choices"]
+    assert [choice["message"]["tool_calls"][0]["function"]["name"] for choice in choices] == ["f", "g"]
+
+
+@pytest.mark.parametrize(
+    ("counted", "details"), [((3, 4), {"completion_tokens_details": {"reasoning_tokens": 7}}), ((3, None), {})]
+)
+def test_reasoning_tokens_are_stated_where_all_are_known(counted: tuple[int | None, ...], details: Any) -> None:
+    renderer = Renderer(make_job(stream=False, n=2))
+    for index, tokens in enumerate(counted):
+        renderer.collect(0, chunk("x", index, "stop", Usage(5, 9, reasoning_tokens=tokens)))
+    usage = json.loads(renderer.body())["usage"]
+    assert {key: usage[key] for key in usage if key == "completion_tokens_details"} == details
 
 
 def test_a_failure_is_one_error_frame_and_then_done() -> None:

@@ -200,7 +200,7 @@ def test_best_of_may_only_repeat_n() -> None:
 @pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": [USER]}])
 def test_tokenize_takes_exactly_one_input(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        tokenize_request(validate(TokenizeRequest, fields))
+        tokenize_request(validate(TokenizeRequest, fields), INFO)
 
 
 def test_prompts_times_n_is_bounded() -> None:

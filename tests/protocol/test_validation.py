@@ -73,16 +73,12 @@ WRONG_CHAT = [
     ({"Frob nicate": SECRET}, None),
 ]
 UNSUPPORTED_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "v", "format": "wav"}}, "audio"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"verbosity": "low"}, "verbosity"),
     ({"moderation": {"model": "m"}}, "moderation"),
     ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),

@@ -39,7 +39,7 @@ class StopStrings:
             if found:
                 at, stop = min(found, key=lambda pair: pair[0])
                 return self._held[:at], stop
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown, None
@@ -50,7 +50,7 @@ class StopStrings:
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that `text` ends with."""
     # Candidates begin with the stop's first character; `str.find` skips the rest of a long text.
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -16,6 +16,7 @@ from serve_app.engines.base import Chunk, FinishReason, SamplingParams, TokenLog
 from serve_app.engines.local.logprobs import token_entry
 from serve_app.engines.local.stopping import Ending, TextStream
 from serve_app.engines.local.vocabulary import Vocabulary
+from serve_app.engines.sglang.parsed import ParsedStream
 from serve_app.errors import EngineFailed, InvalidRequest, NotReady, Overloaded, ServeError
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -39,7 +40,7 @@ class Choice:
         index: int,
         rid: str,
         prompt: int,
-        text: TextStream,
+        text: TextStream | ParsedStream,
         vocabulary: Vocabulary,
         logprobs: int | None,
         param: str | None = None,
@@ -68,6 +69,8 @@ class Choice:
             text += self._text.finish()
             # The end of a grammar names the last token as its stop; it is part of the answer.
             ending = Ending(_REASONS.get(finish["type"], "stop"))
+            if isinstance(self._text, ParsedStream):
+                ending = self._text.ended(ending)
         if not used and ending is None:
             return None
         self.over = ending is not None
@@ -79,6 +82,7 @@ class Choice:
             ending.reason if ending else None,
             ending.detail if ending else None,
             self._usage() if ending else None,
+            self._text.delta() if isinstance(self._text, ParsedStream) else None,
         )
 
     def aborted(self) -> Chunk:
@@ -95,7 +99,8 @@ class Choice:
         raise refusal(int(status), str(finish.get("message") or ""), self.param)
 
     def _usage(self) -> Usage:
-        return Usage(self._prompt, self._text.count, min(self._cached, self._prompt))
+        reasoning = self._text.reasoning_tokens if isinstance(self._text, ParsedStream) else None
+        return Usage(self._prompt, self._text.count, min(self._cached, self._prompt), reasoning)
 
     def _entries(self, meta: Mapping[str, Any], tokens: Sequence[int], used: int) -> tuple[TokenLogprob, ...]:
         rows = meta.get("output_token_logprobs") or []
@@ -111,9 +116,10 @@ class Choice:
         return token_entry(self._vocabulary, token, float(logprob), top)
 
 
-def refused_field(params: SamplingParams) -> str | None:
-    """What SGLang refuses when it refuses a request that passed our own checks: a grammar, where there is one."""
-    return None if params.json_schema is None else "response_format"
+def refused_field(params: SamplingParams, tools: bool = False) -> str | None:
+    """What SGLang refuses when it refuses a request that passed our own checks: a grammar, where there is one. `tools`:
+    it is theirs."""
+    return "tools" if tools else None if params.json_schema is None else "response_format"
 
 
 def refusal(status: int, message: str, param: str | None) -> ServeError:

@@ -3,8 +3,7 @@
 Prompts are rendered and token ids made into text here, with the embedded engine's own code; SGLang is given token ids
 and answers with token ids. Choices are requests of their own, which share their prompt in SGLang's prefix cache.
 
-What this module does not do: start or watch processes (`host`), or parse tool calls and reasoning: the API refuses
-those fields.
+What this module does not do: start or watch processes (`host`), or parse tool calls and reasoning (`tooling`).
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ from serve_app.engines.sglang.choice import Choice, refusal, refused_field
 from serve_app.engines.sglang.exposition import OwnSeries
 from serve_app.engines.sglang.host import Host
 from serve_app.engines.sglang.loading import Parts, parts_of, prepare
+from serve_app.engines.sglang.parsed import ParsedStream
 from serve_app.engines.sglang.requests import generation, refuse, sampling_params
 from serve_app.engines.sglang.submission import Courier, Submission
+from serve_app.engines.sglang.tooling import Plan
 from serve_app.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -88,7 +89,7 @@ class SglangEngine:
             try:
                 await host.start()
                 host.manager.after = self._courier.go
-                self._parts = parts_of(host.manager, host.info)
+                self._parts = parts_of(host.manager, host.info, host.templates)
                 self._declare(self._parts)
                 await self.health()
             except BaseException:
@@ -144,7 +145,7 @@ class SglangEngine:
         host, parts = self._running()
         check_sampling(request.sampling, parts.vocab)
         refuse(request, parts.offer)
-        prompt = await _encoded(parts, request)
+        plan, prompt = await _planned(parts, request)
         max_tokens = bounded_tokens(request, len(prompt), parts.context)
         if len(prompt) + len(request.emitted) > parts.longest_prompt:
             raise ContextLengthExceeded(
@@ -156,7 +157,7 @@ class SglangEngine:
         outcome = "abort"  # of the choices that the reader leaves
         try:
             for index in range(request.sampling.n):
-                choice, asked = _choice(parts, request, index, prompt, max_tokens)
+                choice, asked = _choice(parts, request, plan, index, prompt, max_tokens)
                 submission.add(host, choice)
                 host.run(self._begin, host, submission, choice, asked)
             async for chunk in submission.chunks():
@@ -278,11 +279,13 @@ class SglangEngine:
             self._created,
             continues="seeded" if parts.offer.seeds else "greedy",
             grammars=parts.offer.grammars,
+            tools=parts.tooling.tools,
+            reasoning=parts.tooling.reasoning,
         )
 
     async def tokenize(self, request: GenerateRequest) -> list[int]:
         _, parts = self._loaded()
-        return await asyncio.to_thread(parts.prompts.encode, request)
+        return (await asyncio.to_thread(_prompt, parts, request))[1]
 
     async def detokenize(self, token_ids: Seq[int]) -> str:
         _, parts = self._loaded()
@@ -302,21 +305,30 @@ class SglangEngine:
         return self._host, self._parts
 
 
+def _prompt(parts: Parts, request: GenerateRequest, context: int | None = None) -> tuple[Plan, list[int]]:
+    """How the request is put, and its prompt. Raises what `Tooling.plan` and `PromptRenderer.encode` raise."""
+    plan = parts.tooling.plan(request)
+    return plan, parts.prompts.encode(plan.prompt, context)
+
+
 def _choice(
-    parts: Parts, request: GenerateRequest, index: int, prompt: list[int], max_tokens: int
+    parts: Parts, request: GenerateRequest, plan: Plan, index: int, prompt: list[int], max_tokens: int
 ) -> tuple[Choice, dict[str, Any]]:
     """State of one choice, and what SGLang is asked for it."""
     params, emitted = request.sampling, request.emitted
-    text = TextStream(params, make_detokenizer(parts.vocabulary), max_tokens, parts.end_tokens)
+    vocabulary = parts.tooling.spelled if plan.spelled else parts.vocabulary
+    plain = TextStream(params, make_detokenizer(vocabulary), max_tokens, parts.end_tokens)
+    text = plain if plan.read is None else ParsedStream(plain, plan.read())
     text.resume(emitted)
     rid = f"{request.request_id}-{index}-{uuid.uuid4().hex}"
     seed = None
     if parts.offer.seeds:
         # Without one of its own SGLang would give every request the same.
         seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % 2**63
-    sampling = sampling_params(params, max_tokens - len(emitted), seed)
-    asked = generation(rid, [*prompt, *emitted], sampling, params.logprobs)
-    return Choice(index, rid, len(prompt), text, parts.vocabulary, params.logprobs, refused_field(params)), asked
+    sampling = {**sampling_params(params, max_tokens - len(emitted), seed), **plan.grammar}
+    asked = generation(rid, [*prompt, *emitted], sampling, params.logprobs, plan.reasons)
+    field = refused_field(params, bool(plan.grammar))
+    return Choice(index, rid, len(prompt), text, parts.vocabulary, params.logprobs, field), asked
 
 
 def _fed(choice: Choice, output: Mapping[str, Any]) -> Chunk | None:
@@ -327,13 +339,14 @@ def _fed(choice: Choice, output: Mapping[str, Any]) -> Chunk | None:
         raise EngineFailed("SGLang's output could not be read") from error
 
 
-async def _encoded(parts: Parts, request: GenerateRequest) -> list[int]:
+async def _planned(parts: Parts, request: GenerateRequest) -> tuple[Plan, list[int]]:
+    """`_prompt`, for the engine's context."""
     given: Seq[Any] = request.prompt or request.prompt_token_ids or ()
     pieces = (*(request.messages or ()), *(request.tools or ()))
     characters = len(given) + sum(len(str(piece)) for piece in pieces)
     if characters > _SHORT:
-        return await asyncio.to_thread(parts.prompts.encode, request, parts.context)
-    return parts.prompts.encode(request, parts.context)
+        return await asyncio.to_thread(_prompt, parts, request, parts.context)
+    return _prompt(parts, request, parts.context)
 
 
 def _failure(error: Exception) -> EngineFailed:

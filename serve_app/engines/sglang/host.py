@@ -42,7 +42,8 @@ class Host:
         on_watch: called on the thread several times a second while it lives.
 
     Attributes:
-        manager: SGLang's TokenizerManager, once started. info: what its scheduler said of itself.
+        manager: SGLang's TokenizerManager, once started. templates: its TemplateManager, likewise. info: what its
+            scheduler said of itself.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.dead: str | None = None
         self.manager: Any = None
+        self.templates: Any = None
         self.info: dict[str, Any] = {}
 
     async def start(self) -> None:
@@ -128,7 +130,7 @@ class Host:
             with clean_start():
                 self._engine = build_engine(self._arguments)
             children = self._children()
-            self.manager = self._engine.tokenizer_manager
+            self.manager, self.templates = self._engine.tokenizer_manager, self._engine.template_manager
             self.info = dict(self._engine._scheduler_init_result.scheduler_infos[0])
             self._loop = asyncio.get_running_loop()
             receiving = self._receive()

@@ -15,6 +15,7 @@ from serve_app.engines.local.token_floor import TokenFloor
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.requests import Offer
+from serve_app.engines.sglang.tooling import Tooling, check_parsers, has_grammars
 from serve_app.errors import ConfigError
 from serve_app.models import resolve
 from serve_app.sglang_plugin.plugin import PluginError, check_version
@@ -40,6 +41,7 @@ class Parts:
     kv_tokens: int
     end_tokens: frozenset[int]
     offer: Offer
+    tooling: Tooling
 
 
 def prepare(config: Config) -> dict[str, Any]:
@@ -54,14 +56,17 @@ def prepare(config: Config) -> dict[str, Any]:
     except PluginError as error:
         hint = "install the extra [sglang], pip install 'ddtree-serve[sglang]'"
         raise ConfigError(f"engine.kind sglang: {error}; {hint}", param="engine.kind") from error
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.server_args import ServerArgs
 
+    check_parsers(config.sglang, FunctionCallParser.ToolCallParserEnum, ReasoningParser.DetectorMap)
     files = resolve(config.model.source)
     return server_arguments(config, files.path, drafter_path(config, files), ServerArgs.__dataclass_fields__)
 
 
-def parts_of(manager: Any, info: dict[str, Any]) -> Parts:
-    """What a started TokenizerManager and its scheduler's `info` say."""
+def parts_of(manager: Any, info: dict[str, Any], templates: Any) -> Parts:
+    """What a started TokenizerManager, its scheduler's `info` and its TemplateManager say. Raises ConfigError."""
     tokenizer, model, arguments = manager.tokenizer, manager.model_config, manager.server_args
     vocabulary = Vocabulary(tokenizer)
     kv_tokens = int(info["max_total_num_tokens"])
@@ -79,8 +84,9 @@ def parts_of(manager: Any, info: dict[str, Any]) -> Parts:
         offer=Offer(
             arguments.speculative_algorithm,
             seeds=bool(arguments.enable_deterministic_inference),
-            grammars=arguments.grammar_backend not in (None, "none"),
+            grammars=has_grammars(arguments.grammar_backend, bool(arguments.reasoning_parser)),
         ),
+        tooling=Tooling(manager, templates),
     )
 
 

@@ -87,9 +87,17 @@ def sampling_params(params: SamplingParams, max_new_tokens: int, seed: int | Non
     return asked
 
 
-def generation(rid: str, prompt: list[int], sampling: dict[str, Any], logprobs: int | None) -> dict[str, Any]:
-    """Keyword arguments of SGLang's GenerateReqInput, for a stream of token ids."""
+def generation(
+    rid: str, prompt: list[int], sampling: dict[str, Any], logprobs: int | None, reasons: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of SGLang's GenerateReqInput, for a stream of token ids.
+
+    Args:
+        reasons: a grammar begins behind the reasoning with which the answer begins.
+    """
     asked: dict[str, Any] = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "stream": True}
+    if reasons:
+        asked["require_reasoning"] = True
     if logprobs is not None:
         # -1: of the answer's tokens alone.
         asked |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": logprobs}

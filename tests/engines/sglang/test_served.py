@@ -1,5 +1,5 @@
-"""The whole application over a real SGLang on a CPU, where Ray and SGLang are in one environment: HTTP to tokens, the
-death of SGLang's scheduler in mid-answer, and its series on the application's page."""
+"""The whole application over a real SGLang on a CPU, where Ray and SGLang are in one environment: HTTP to tokens, tools
+with the official client, the death of SGLang's scheduler in mid-answer, and its series on the application's page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from deploy.gpu_e2e import checks
+from deploy.gpu_e2e.template import PARSER, with_tools
+from serve_app.models import resolve
 from tests.conftest import Served, eventually
 from tests.engines.sglang.conftest import KERNELS, ON_A_CPU
 
@@ -28,14 +32,20 @@ START_S = 300
 
 
 @pytest.fixture(scope="module")
-def served(sglang_on_cpu: None, serve_app_factory: Callable[..., Served]) -> Served:
+def served(
+    sglang_on_cpu: None, serve_app_factory: Callable[..., Served], tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    source = with_tools(resolve(MODEL).path, tmp_path_factory.mktemp("model"))
+    arguments = {**ON_A_CPU, "max_total_tokens": 8192, "constrained_json_disable_any_whitespace": True}
     config = {
-        "model": {"dtype": "float32", "device": "cpu", "drafter": None, "context_length": 2048},
+        "model": {
+            "source": str(source), "dtype": "float32", "device": "cpu", "drafter": None, "context_length": 2048,
+        },
         "engine": {"kind": "sglang", "max_running": 4},
-        "sglang": {"attention_backend": "torch_native", "server_args": {**ON_A_CPU, "max_total_tokens": 8192}},
+        "sglang": {"attention_backend": "torch_native", "tool_call_parser": PARSER, "server_args": arguments},
         "replica": {"num_cpus": 0.1},
         "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1", "scrape_timeout_s": 5},
-    }
+    }  # fmt: skip
     return serve_app_factory("sglang", config)
 
 
@@ -108,6 +118,22 @@ def test_a_field_that_sglang_cannot_honour_is_named(served: Served) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "seed": 1}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.a_tool_that_must_be_called_is,
+        checks.a_call_streams,
+        checks.a_tool_may_be_called,
+        checks.a_tool_gives_its_answer,
+        checks.wrong_tools_are_named,
+    ],
+)
+def test_tools_are_what_the_official_client_expects(
+    official: openai.OpenAI, check: Callable[[openai.OpenAI], None]
+) -> None:
+    check(official)
 
 
 def test_the_page_has_sglangs_series(served: Served) -> None:

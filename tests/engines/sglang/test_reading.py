@@ -1,0 +1,258 @@
+"""Answers read by SGLang's own parsers: what is told, and that it does not depend on how the tokens came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.errors import InvalidRequest
+from tests.engines.sglang.parsers import TOOLS, Rig, write_marked
+
+HELLO = "Hello there, a < b."
+WEATHER, NOW = '{"name": "weather", "arguments": {"city": "Paris é 🌍 \\"q\\""}}', '{"name": "now", "arguments": {}}'
+CLOSING = ("weather", {"city": "</tool_call>"})
+PARIS = ("weather", {"city": 'Paris é 🌍 "q"'})
+
+
+def block(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def kimi(*calls: tuple[str, str]) -> str:
+    begin, arguments, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    inner = "".join(f"{begin}{name}{arguments}{text}{end}" for name, text in calls)
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def deepseek(*calls: tuple[str, str]) -> str:
+    begin, end = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    inner = "\n".join(f"{begin}{name}\n```json\n{text}\n```{end}" for name, text in calls)
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+CITY = '{"city": "Paris é 🌍 \\"q\\""}'
+# Parser, answer, content, calls with their arguments as JSON.
+WELL: list[tuple[str, str, str, list[Any]]] = [
+    *((parser, HELLO, HELLO, []) for parser in ("qwen", "hermes", "kimi_k2", "deepseekv3")),
+    *((parser, block(WEATHER), "", [PARIS]) for parser in ("qwen", "hermes")),
+    *(
+        (parser, "I look.\n\n" + block(WEATHER, NOW) + "\n", "I look.", [PARIS, ("now", {})])
+        for parser in ("qwen", "hermes")
+    ),
+    ("qwen", block('{"name": "now"}'), "", [("now", {})]),
+    ("qwen", block('{"arguments": {"city": "x"}, "name": "weather"}'), "", [("weather", {"city": "x"})]),
+    ("hermes", block('{"name": "weather", "arguments": {"city": "</tool_call>"}}') + "x", "\nx", [CLOSING]),
+    ("hermes", f"<tool_call>{NOW}</tool_call>", "", [("now", {})]),
+    ("kimi_k2", "I look. " + kimi(("functions.weather:0", CITY), ("now:1", "{}")), "I look.", [PARIS, ("now", {})]),
+    ("kimi_k2", kimi(("functions.now:0", "{}")) + " Done.", " Done.", [("now", {})]),
+    ("deepseekv3", "I look.\n" + deepseek(("weather", CITY), ("now", "{}")), "I look.", [PARIS, ("now", {})]),
+]  # fmt: skip
+# What is no call, or not a whole one: parser, answer, content, calls as they were told.
+ILL: list[tuple[str, str, str, list[list[str]]]] = [
+    ("qwen", "a <tool", "a <tool", []),
+    ("qwen", block('{"name": "nope", "arguments": {"a": 1}}') + "x", None, []),
+    ("qwen", block("no JSON at all") + " and more", None, []),
+    ("qwen", '<tool_call>\n{"name": "wea', None, []),
+    ("qwen", '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', "", [["weather", '{"city": "P']]),
+    (
+        "qwen",
+        block('{"name": "weather", "arguments": {"city": Paris}}', NOW),
+        ', "arguments": {"city": Paris}}\n</tool_call>',
+        [["weather", ""], ["now", "{}"]],
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|> text", None, []),
+    ("kimi_k2", kimi(("functions.nope:0", '{"a": 1}')) + "x", None, []),
+    (
+        "kimi_k2",
+        kimi(("functions.now:0", "{}"), ("functions.nope:1", "{}")),
+        "<|tool_call_end|><|tool_call_begin|>functions.nope:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [["now", "{}"]],
+    ),
+    ("deepseekv3", deepseek(("nope", "{}")) + "x", None, []),
+    ("kimi_k2", kimi(("oops oops", "{}")) + "x", None, []),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.wea", None, []),
+    ("kimi_k2", kimi(("functions.weather:0", '{"city": Pa}')), "", [["weather", '{"city": Pa}']]),
+    ("deepseekv3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>w", None, []),
+    ("deepseekv3", deepseek(("weather", '{"city": Pa}')), "", [["weather", '{"city": Pa}']]),
+]  # type: ignore[list-item]
+THOUGHT: list[tuple[str, str, str, str, list[Any]]] = [
+    ("qwen3", "<think>hm é</think>\n\nHi < a", "hm é", "\n\nHi < a", []),
+    ("qwen3", "hm\n</think>\n\n" + block(NOW), "hm\n", "", [("now", {})]),
+    ("qwen3", "hm " + block(NOW), "hm ", "", [("now", {})]),  # a call ends the reasoning
+    ("qwen3", "hm </thi", "hm </thi", "", []),
+    ("deepseek-r1", "hm\n</think>Hi", "hm\n", "Hi", []),
+    ("deepseek-r1", "<think>hm</think>" + block(NOW), "hm", "", [("now", {})]),
+]
+
+
+@pytest.fixture(scope="module")
+def path(sglang_on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_marked(tmp_path_factory.mktemp("marked"))
+
+
+def everywhere(rig: Rig, text: str, **fields: Any) -> Any:
+    """What is told of an answer, asserted to be the same for every place where another replica went on, and however
+    many tokens came at once."""
+    plan = rig.plan(**fields)
+    told = rig.told(plan, text)
+    for cut in range(len(rig.ids(text)) + 1):
+        for step in (0, 1, 3):
+            other = rig.told(plan, text, cut=cut, block=step)
+            other.ids = told.ids  # random but for some formats
+            assert other == told, (cut, step)
+    return told
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), WELL)
+def test_calls_are_told_wherever_the_answer_was_cut(
+    path: Path, parser: str, text: str, content: str, calls: list[Any]
+) -> None:
+    told = everywhere(Rig(path, parser), text)
+    assert (told.content, told.called, told.finish) == (content, calls, "tool_calls" if calls else "stop")
+    assert len(set(told.ids)) == len(calls)
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), ILL)
+def test_what_is_no_call_is_text(
+    path: Path, parser: str, text: str, content: str | None, calls: list[list[str]]
+) -> None:
+    told = everywhere(Rig(path, parser), text)
+    assert (told.content, list(told.calls.values())) == (text if content is None else content, calls)
+
+
+@pytest.mark.parametrize(("parser", "text", "reasoning", "content", "calls"), THOUGHT)
+def test_reasoning_is_told_apart_wherever_the_answer_was_cut(
+    path: Path, parser: str, text: str, reasoning: str, content: str, calls: list[Any]
+) -> None:
+    told = everywhere(Rig(path, "qwen", parser), text)
+    assert (told.reasoning, told.content, told.called) == (reasoning, content, calls)
+
+
+def test_reasoning_tokens_are_counted_with_their_mark(path: Path) -> None:
+    rig = Rig(path, None, "qwen3")
+    text = "<think>hm</think>Hi"
+    told = everywhere(rig, text, tools=None)
+    assert told.reasoning_tokens == len(rig.ids("<think>hm</think>")) == 4
+
+
+def test_the_limit_within_a_call_is_a_limit(path: Path) -> None:
+    rig = Rig(path, "qwen")
+    text = block(WEATHER)
+    most = len(rig.ids(text[: text.index("é")]))
+    told = rig.told(rig.plan(), text, max_tokens=most)
+    assert (told.finish, told.calls[0][0]) == ("length", "weather") and WEATHER.count(told.calls[0][1]) == 1
+
+
+@pytest.mark.parametrize(("stop", "finish"), [("Paris", "stop"), ("</tool_call>", "tool_calls")])
+def test_a_stop_that_cuts_a_call_is_a_stop(path: Path, stop: str, finish: str) -> None:
+    rig = Rig(path, "qwen")
+    told = rig.told(rig.plan(), block(WEATHER, NOW), stop=(stop,))
+    assert (told.finish, len(told.calls), told.content) == (finish, 1, "")
+
+
+def test_a_stop_string_that_may_begin_a_mark_changes_nothing(path: Path) -> None:
+    rig = Rig(path, "qwen", "qwen3")
+    text = "hm</think>Hi\n" + block(NOW)
+    assert rig.told(rig.plan(), text, stop=("<|", "\n\n")).called == [("now", {})]
+
+
+@pytest.mark.parametrize("parser", ["qwen", "hermes"])
+def test_one_call_may_be_all_there_is(path: Path, parser: str) -> None:
+    told = everywhere(Rig(path, parser), block(WEATHER, NOW), parallel_tool_calls=False)
+    assert (told.called, told.finish, told.content) == ([PARIS], "tool_calls", "")
+
+
+def test_kimis_ids_count_on_from_the_history(path: Path) -> None:
+    rig = Rig(path, "kimi_k2")
+    call = {"id": "functions.now:0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "functions.now:0"},
+    ]
+    told = rig.told(rig.plan(messages=history), kimi(("functions.weather:1", CITY), ("functions.now:2", "{}")))
+    assert told.ids == ["functions.weather:1", "functions.now:2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[{"name": "weather", "parameters": {"city": "x"}}, {"name": "now", "parameters": {}}]', None),
+        # A space that SGLang's reading in pieces does not get over.
+        ('[{"name":"weather","parameters":{"city":"x"}} , {"name":"now","parameters":{}}]', None),
+        ('[{"name": "weather", "parameters": {"ci', [["weather", ""]]),
+    ],
+)
+def test_an_array_of_calls_is_read_where_the_grammar_is_one(
+    path: Path, text: str, calls: list[list[str]] | None
+) -> None:
+    rig = Rig(path, "qwen", backend="llguidance")
+    told = everywhere(rig, text, tool_choice="required")
+    assert told.content == ""
+    if calls is None:
+        assert told.called == [("weather", {"city": "x"}), ("now", {})]
+    else:
+        assert list(told.calls.values()) == calls
+
+
+def test_an_array_that_ends_before_its_first_call_is_text(path: Path) -> None:
+    rig = Rig(path, "qwen", backend="llguidance")
+    assert rig.told(rig.plan(tool_choice="required", named_tool="now"), '[{"na').content == '[{"na'
+
+
+def test_tokens_that_already_end_the_answer_cannot_be_continued(path: Path) -> None:
+    rig = Rig(path, "qwen")
+    with pytest.raises(InvalidRequest) as caught:
+        rig.stream(rig.plan(), max_tokens=2).resume(rig.ids("ab"))
+    assert caught.value.param == "emitted"
+
+
+def test_a_parser_that_fails_costs_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(path, "qwen")
+    plan = rig.plan()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError
+
+    monkeypatch.setattr("sglang.srt.function_call.qwen25_detector.Qwen25Detector.parse_streaming_increment", broken)
+    monkeypatch.setattr("sglang.srt.function_call.qwen25_detector.Qwen25Detector.detect_and_parse", broken)
+    told = rig.told(plan, "Hi\n" + block(NOW))
+    assert (told.content, told.calls, told.finish) == ("Hi\n" + block(NOW), {}, "stop")
+
+
+@pytest.mark.parametrize("parser", ["qwen", "deepseekv3"])
+def test_a_long_call_is_read_in_fewer_pieces(path: Path, parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parser reads the whole of it for each: as many as its tokens would cost the square of its length."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    rig = Rig(path, parser)
+    long = json.dumps({"city": "lorem ipsum " * 500})
+    text = (
+        deepseek(("weather", long)) if parser == "deepseekv3" else block(f'{{"name": "weather", "arguments": {long}}}')
+    )
+    pieces = []
+    whole = FunctionCallParser.parse_stream_chunk
+    monkeypatch.setattr(
+        FunctionCallParser, "parse_stream_chunk", lambda self, text: (pieces.append(text), whole(self, text))[1]
+    )
+    told = rig.told(rig.plan(), text)
+    assert told.called == [("weather", json.loads(long))] and len(told.calls[0][1]) == len(long)
+    assert len(pieces) < 500 < len(rig.ids(text)) / 10
+
+
+def test_every_parser_of_sglang_tells_plain_text(path: Path) -> None:
+    """None of the formats loses what is none of its own."""
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    # Theirs alone have no plain text.
+    own = {"deepseekv32", "deepseekv4", "kimi_k3", "gpt-oss", "inkling", "cohere_command4"}
+    lost = {}
+    for parser in sorted(set(FunctionCallParser.ToolCallParserEnum) - own):
+        told = everywhere(Rig(path, parser), HELLO)
+        if (told.content, told.calls) != (HELLO, {}):
+            lost[parser] = told
+    assert not lost and TOOLS
