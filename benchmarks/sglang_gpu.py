@@ -3,6 +3,9 @@
     python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
     python benchmarks/sglang_gpu.py MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
+A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=0:PLAN_IN_STEP=0` compares
+with and without. They are variables of the environment, less their common `SGLANG_DDTREE_`; a run names its "switches".
+
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
 same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all. The
 modes take turns at parts of the prompts: the host is shared, and a slow minute of it must not fall on one mode alone.
@@ -102,8 +105,8 @@ def main() -> None:
     try:
         for name in arguments.modes.split(","):
             changes = {"cuda_graph_max_bs_decode": max(batches), "max_running_requests": max(batches)}
-            fields = engine_arguments(target, drafter, name, **changes, **more)
-            children[name] = Child(name, fields, arguments.logs / f"{name}.log")
+            fields = engine_arguments(target, drafter, name.partition(":")[0], **changes, **more)
+            children[name] = Child(name, fields, arguments.logs / f"{name}.log", env=switches(name))
             if len(children) == 1:
                 time.sleep(arguments.stagger)  # the others then find its compiled kernels
         for name, child in list(children.items()):
@@ -131,7 +134,7 @@ def rounds(
     result: dict[str, Any], children: dict[str, Child], batch: int, arguments: argparse.Namespace, deadline: float
 ) -> None:
     """One batch size: the prompts in `--rounds` parts, every mode taking its turn at each part."""
-    done = {(run["mode"], run["budget"], run["batch"]) for run in result["runs"]}
+    done = {(run["mode"], run["budget"], run["batch"], run.get("switches", "")) for run in result["runs"]}
     keys = {name: key(name, batch) for name in children if key(name, batch) not in done}
     prompts = chat_prompts(200)[: max(32, batch)]
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
@@ -154,7 +157,7 @@ def rounds(
             except RuntimeError as error:
                 give_up(result, children, name, error)
                 del keys[name]
-    for name, (mode, budget, _) in keys.items():
+    for name, (mode, budget, _, switched) in keys.items():
         sums = {field: sum(part[field] for part in parts[name]) for field in parts[name][0]}
         after = fallbacks(children[name], deadline - time.monotonic())
         run = {
@@ -166,7 +169,7 @@ def rounds(
             "step_ms": round(1000 * sums["seconds"] / sums["steps"], 3),
             "fallbacks": sum(after.values()) - sum(before[name].values()),
         }  # fmt: skip
-        result["runs"].append(run)
+        result["runs"].append(run | ({"switches": switched} if switched else {}))
         print(json.dumps(run), flush=True)
     save(result, arguments.out)
 
@@ -178,10 +181,17 @@ def give_up(result: dict[str, Any], children: dict[str, Child], name: str, error
     children.pop(name).close()
 
 
-def key(name: str, batch: int) -> tuple[str, int, int]:
-    """Mode, budget and batch size of a run of the engine `name`."""
+def key(name: str, batch: int) -> tuple[str, int, int, str]:
+    """Mode, budget, batch size and switches of a run of the engine `name`."""
+    name, _, switched = name.partition(":")
     mode, _, budget = name.partition("-") if name.startswith("ddtree") else (name, "", "")
-    return mode, int(budget or 0), batch
+    return mode, int(budget or 0), batch, switched
+
+
+def switches(name: str) -> dict[str, str]:
+    """The environment that the engine `name` asks for."""
+    pairs = [pair.partition("=") for pair in name.split(":")[1:]]
+    return {f"SGLANG_DDTREE_{variable}": value for variable, _, value in pairs}
 
 
 def save(result: dict[str, Any], path: Path) -> None:

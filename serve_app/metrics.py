@@ -146,6 +146,9 @@ class StepMetrics:
         self._capture_bytes = gauge("ddtree_graph_capture_bytes", "Device memory that capturing reserved.", "role")
         self._budgets = counter("ddtree_budget_steps_total", "Verify steps, by the tree's budget in nodes.", "budget")
         self._phases = counter("ddtree_step_seconds_total", "Time of the step loop as the host sees it.", "phase")
+        self._preparations = counter(
+            "ddtree_step_preparations_total", "Steps by how their replays were prepared, or why in another way.", "how"
+        )
         for phase in PHASES:
             self._phases(phase)
         for role in ROLES:
@@ -160,8 +163,8 @@ class StepMetrics:
         for depth in range(1, max_acceptance):
             self._depth(str(depth))
 
-    def verify_step(self, accepted: int, emitted: int, committed: int, nodes: int) -> None:
-        """One verify step of one request.
+    def verify_step(self, accepted: int, emitted: int, committed: int, nodes: int, times: int = 1) -> None:
+        """One verify step of one request, or `times` equal ones.
 
         Args:
             accepted: drafts accepted before any trimming (acceptance length − 1).
@@ -170,17 +173,18 @@ class StepMetrics:
             nodes: tree nodes verified, root excluded.
         Acceptance length counts what was emitted, so that its sum equals the tokens delivered by verify steps.
         """
-        self._steps.inc()
-        self._nodes.inc(nodes)
-        self._budgets(str(nodes)).inc()
-        self._trimmed.inc(committed - emitted)
-        self._acceptance.observe(emitted)
-        self._emitted("verify").inc(emitted)
+        self._steps.inc(times)
+        self._nodes.inc(nodes * times)
+        self._budgets(str(nodes)).inc(times)
+        self._trimmed.inc((committed - emitted) * times)
+        for _ in range(times):
+            self._acceptance.observe(emitted)
+        self._emitted("verify").inc(emitted * times)
         kept = min(accepted, emitted)
-        self._accepted.inc(kept)
-        self._bonus.inc(emitted - kept)
+        self._accepted.inc(kept * times)
+        self._bonus.inc((emitted - kept) * times)
         for depth in range(1, accepted + 1):
-            self._depth(str(depth)).inc()
+            self._depth(str(depth)).inc(times)
 
     def prefill(self, tokens: int, emitted: int) -> None:
         """Prompt tokens computed, and first tokens emitted by it."""
@@ -191,12 +195,16 @@ class StepMetrics:
         """Time spent in one of `PHASES`. Where a device works ahead of the host, it shows up in whichever waits."""
         self._phases(phase).inc(seconds)
 
-    def graph_replay(self, role: str, padding_rows: int, bucket: int) -> None:
-        """One replay. `bucket`: the captured batch size; `padding_rows` of it held no request."""
-        self._replays(role).inc()
-        self._padding(role).inc(padding_rows)
-        self._bucket_rows(role, str(bucket), "real").inc(bucket - padding_rows)
-        self._bucket_rows(role, str(bucket), "padding").inc(padding_rows)
+    def step_preparation(self, how: str, times: int = 1) -> None:
+        """The forwards of `times` steps were prepared `how`."""
+        self._preparations(how).inc(times)
+
+    def graph_replay(self, role: str, padding_rows: int, bucket: int, times: int = 1) -> None:
+        """`times` replays. `bucket`: the captured batch size; `padding_rows` of it held no request."""
+        self._replays(role).inc(times)
+        self._padding(role).inc(padding_rows * times)
+        self._bucket_rows(role, str(bucket), "real").inc((bucket - padding_rows) * times)
+        self._bucket_rows(role, str(bucket), "padding").inc(padding_rows * times)
 
     def graph_capture(self, role: str, graphs: int, seconds: float, reserved_bytes: int) -> None:
         """A capture of `graphs` shapes has ended; the last one counts."""

@@ -82,6 +82,11 @@ def options(server_args: Any) -> Options:
     )
 
 
+def slots_per_step(server_args: Any) -> int:
+    """`options(server_args).slots`, without the rest: the scheduler asks several times per step."""
+    return max(int(server_args.speculative_num_draft_tokens), int(server_args.speculative_dflash_block_size))
+
+
 def is_ddtree(server_args: Any) -> bool:
     """Whether these server arguments, or any stand-in with the field, select DDTREE."""
     return (getattr(server_args, "speculative_algorithm", None) or "").upper() == "DDTREE"

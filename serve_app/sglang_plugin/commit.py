@@ -61,13 +61,15 @@ class CommitBuffers:
         capacity, path = self.rows.shape
         flat = self.result.clone()
         tail = flat[capacity * path :].view(3, capacity)[:, :batch]
-        return Outcome(flat[: batch * path], tail[0], tail[1], tail[2])
+        return Outcome(flat, flat[: batch * path], tail[0], tail[1], tail[2])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the scheduler gets: int64 tokens [B·P] (valid up to lengths), lengths [B], bonus [B], new_seq_lens [B]."""
+    """What the scheduler gets, views of `flat`: int64 tokens [B·P] (valid up to lengths), lengths [B], bonus [B],
+    new_seq_lens [B]."""
 
+    flat: Tensor
     tokens: Tensor
     lengths: Tensor
     bonus: Tensor

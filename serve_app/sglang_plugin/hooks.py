@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.sglang_plugin.args import early_defaults, is_ddtree, options
+from serve_app.sglang_plugin.args import early_defaults, is_ddtree, slots_per_step
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ def alloc_len_per_decode(original: Callable[..., int], server_args: Any = None) 
     """A step writes max(width, block) slots; SGLang knows the width only."""
     length = original(server_args)
     ddtree = server_args if is_ddtree(server_args) else _running() if server_args is None else None
-    return max(length, options(ddtree).slots) if ddtree else length
+    return max(length, slots_per_step(ddtree)) if ddtree else length
 
 
 def extra_context_len(original: Callable[..., int], server_args: Any) -> int:
     """Two steps are reserved ahead, page-aligned. A shorter row lets the last request's slots run into the next row."""
     extra = original(server_args)
-    return max(extra, 2 * options(server_args).slots + server_args.page_size) if is_ddtree(server_args) else extra
+    return max(extra, 2 * slots_per_step(server_args) + server_args.page_size) if is_ddtree(server_args) else extra
 
 
 def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
@@ -156,6 +156,15 @@ def prefill_result(original: Callable[..., None], processor: Any, batch: Any, re
     return None
 
 
+def forward_isolation(original: Callable[..., Any], scheduler: Any, batch: Any, *, overlap: bool) -> Any:
+    """The same, faster; the batch's fields are looked up once per process."""
+    if not is_ddtree(scheduler.server_args):
+        return original(scheduler, batch, overlap=overlap)
+    from serve_app.sglang_plugin.isolation import Isolation
+
+    return Isolation(scheduler, batch, overlap)
+
+
 def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
     """Look for the end of the answer token by token, as it is looked for without drafts.
 
@@ -165,6 +174,8 @@ def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int 
     """
     if new_accepted_len <= 1 or req.finished() or req.to_finish or _running() is None:
         return original(req, new_accepted_len)
+    if _goes_on(req, new_accepted_len):
+        return None
     ids, grammar = req.output_ids, req.grammar
     later = ids[1 - new_accepted_len :]
     del ids[1 - new_accepted_len :]
@@ -185,6 +196,30 @@ def finish_state(original: Callable[..., None], req: Any, new_accepted_len: int 
         req.grammar = grammar
         ids.extend(later[seen:])
     return None
+
+
+def _goes_on(req: Any, count: int) -> bool:
+    """Whether none of the last `count` tokens can end the answer, so that there is nothing to look for one by one."""
+    params, ids = req.sampling_params, req.output_ids
+    if req.grammar is not None or params.stop_strs or params.stop_regex_strs or len(ids) >= params.max_new_tokens:
+        return False
+    tokens = ids[-count:]
+    if min(tokens) < 0 or max(tokens) >= req.vocab_size:
+        return False
+    if params.ignore_eos:
+        return True
+    ends = getattr(req, "ddtree_ends", None)
+    if ends is None:
+        ends = req.ddtree_ends = _end_tokens(req)
+    return ends.isdisjoint(tokens)
+
+
+def _end_tokens(req: Any) -> frozenset[int]:
+    """Every token that ends the answer; a tokenizer takes its time to say."""
+    ends = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    if req.tokenizer is not None:
+        ends |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+    return frozenset(ends)
 
 
 _SRT = "sglang.srt."
@@ -211,6 +246,7 @@ HOOKS = (
         flashinfer_graph_state,
         "AROUND",
     ),
+    Hook(_SRT + "managers.scheduler.Scheduler._forward_isolation", forward_isolation, "AROUND"),
     Hook(_SRT + "managers.schedule_batch.Req.update_finish_state", finish_state, "AROUND"),
     Hook(_PROCESSOR + ".process_batch_result_prefill", prefill_result, "AROUND"),
     Hook(

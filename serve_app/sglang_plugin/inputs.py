@@ -10,14 +10,19 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult, _async_d2h
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
-from serve_app.sglang_plugin.args import Options, options
+from serve_app.sglang_plugin.args import Options, slots_per_step
+
+# KV slots that a request is given at once beyond what its next two steps may write.
+RESERVE = 128
 
 
 @dataclass
@@ -95,6 +100,26 @@ def _verify_input(chosen: Options, mask: Tensor, *tensors: Tensor) -> DDTreeVeri
 
 
 @dataclass
+class StepResult(GenerationBatchResult):
+    """A step's result of which only tokens and lengths reach the host: one copy instead of one each.
+
+    Attributes:
+        flat: int64, the memory that `next_token_ids` [B·P] and `accept_lens` [B] are views of.
+    """
+
+    flat: Tensor | None = None
+
+    def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
+        """Start the copy on the current stream; the views are the host's then, valid once `copy_done` has happened."""
+        assert self.flat is not None and not return_logprob
+        host, start = _async_d2h(self.flat), self.flat.storage_offset()
+        for name in ("next_token_ids", "accept_lens"):
+            view = getattr(self, name)
+            setattr(self, name, host.narrow(0, view.storage_offset() - start, view.numel()))
+        self.copy_done.record()
+
+
+@dataclass
 class DDTreeDraftInput(DFlashDraftInputV2):
     """The bonus tokens that the next step starts from; DFLASH's state with a page-aligned reservation for a tree."""
 
@@ -102,42 +127,23 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         """Reserve the KV slots of this step and the next, in the scheduler, before the step is launched.
 
         The host lags one step behind under overlap, hence two steps' worth. The reservation ends on a page: the
-        allocator hands out whole pages, and what is not recorded as allocated would never be freed.
+        allocator hands out whole pages, and what is not recorded as allocated would never be freed. Where the pool has
+        room, some steps are reserved at once: most steps then allocate nothing.
         """
-        size = batch.batch_size()
-        if size == 0:
+        reqs = batch.reqs
+        if not reqs:
             return
-        self._ensure_prepare_length_buffers(size, batch.device)
-        committed = self._prepare_batch_seq_lens_cpu_buf[:size]
-        current, following = self._prepare_cur_kv_lens_cpu_buf[:size], self._prepare_nxt_kv_lens_cpu_buf[:size]
-        lengths = [(int(req.kv_committed_len), int(req.kv.kv_allocated_len)) for req in batch.reqs]
+        lengths = [int(req.kv_committed_len) for req in reqs]
+        allocated = [int(req.kv.kv_allocated_len) for req in reqs]
         page = batch.token_to_kv_pool_allocator.page_size
-        ahead = 2 * options(get_server_args()).slots
-        wanted = [max(allocated, -(-(length + ahead) // page) * page) for length, allocated in lengths]
-        needed = sum(wanted) - sum(allocated for _, allocated in lengths)
-        committed.copy_(torch.tensor([length for length, _ in lengths]))
-        current.copy_(torch.tensor([allocated for _, allocated in lengths], dtype=torch.int32))
-        following.copy_(torch.tensor(wanted, dtype=torch.int32))
-        if needed:
-            current_gpu = self._prepare_cur_kv_lens_gpu_buf[:size]
-            following_gpu = self._prepare_nxt_kv_lens_gpu_buf[:size]
-            current_gpu.copy_(current, non_blocking=True)
-            following_gpu.copy_(following, non_blocking=True)
-            alloc_for_spec_decode(
-                batch.tree_cache,
-                batch.req_to_token_pool,
-                reqs=batch.reqs,
-                req_pool_indices=batch.req_pool_indices,
-                cur_kv_lens=current_gpu,
-                cur_kv_lens_cpu=current,
-                nxt_kv_lens=following_gpu,
-                nxt_kv_lens_cpu=following,
-                num_needed_tokens=needed,
-                batch=batch,
-            )
-        batch.seq_lens_cpu = committed
-        batch.seq_lens_sum = sum(length for length, _ in lengths)
-        self.reserved_seq_lens_cpu = following
+        ahead = 2 * slots_per_step(get_server_args())
+        wanted = [max(have, _pages(length + ahead, page)) for length, have in zip(lengths, allocated, strict=True)]
+        if wanted != allocated:
+            wanted = _with_reserve(batch, lengths, allocated, wanted)
+            _allocate(batch, allocated, wanted)
+        batch.seq_lens_cpu = torch.tensor(lengths)
+        batch.seq_lens_sum = sum(lengths)
+        self.reserved_seq_lens_cpu = torch.tensor(wanted, dtype=torch.int32)
         self.reserved_seq_lens_sum = sum(wanted)
 
     @classmethod
@@ -151,6 +157,48 @@ class DDTreeDraftInput(DFlashDraftInputV2):
             new_seq_lens=new_seq_lens,
             hidden_states=hidden_states,
         )
+
+
+def _pages(length: int, page: int) -> int:
+    """`length` rounded up to whole pages."""
+    return -(-length // page) * page
+
+
+def _with_reserve(batch: Any, lengths: list[int], allocated: list[int], wanted: list[int]) -> list[int]:
+    """`wanted` with `RESERVE` more, for all requests at once, if the pool has several times that to spare.
+
+    Never more than a request can come to use, and never beyond its row of the request table.
+    """
+    page = batch.token_to_kv_pool_allocator.page_size
+    spare = batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
+    if spare - sum(wanted) + sum(allocated) < 4 * len(wanted) * (RESERVE + page):
+        return wanted
+    row = batch.req_to_token_pool.req_to_token.shape[1] // page * page
+    ahead = 2 * slots_per_step(get_server_args())
+    grown = []
+    for req, length, want in zip(batch.reqs, lengths, wanted, strict=True):
+        end = len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens) + ahead
+        grown.append(max(want, min(_pages(min(length + ahead + RESERVE, end), page), row)))
+    return grown
+
+
+def _allocate(batch: Any, allocated: list[int], wanted: list[int]) -> None:
+    """Grow each request's allocation from `allocated` to `wanted` slots."""
+    # Pinned, and new each time: the device may not have read those of the step before yet.
+    pinned = is_pin_memory_available(batch.device)
+    current, following = (torch.tensor(n, dtype=torch.int32, pin_memory=pinned) for n in (allocated, wanted))
+    alloc_for_spec_decode(
+        batch.tree_cache,
+        batch.req_to_token_pool,
+        reqs=batch.reqs,
+        req_pool_indices=batch.req_pool_indices,
+        cur_kv_lens=current.to(batch.device, non_blocking=True),
+        cur_kv_lens_cpu=current,
+        nxt_kv_lens=following.to(batch.device, non_blocking=True),
+        nxt_kv_lens_cpu=following,
+        num_needed_tokens=sum(wanted) - sum(allocated),
+        batch=batch,
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -36,9 +36,13 @@ class Planner:
     def active(self) -> bool:
         return self._plan is not None
 
+    def plan_of(self, size: int) -> StepPlan | None:
+        """The plan to write for a step of `size` requests; None where the step may not plan."""
+        return self._plan if self._plan is not None and size <= self._plan.rows else None
+
     def begin(self, size: int) -> StepPlan | None:
-        """The plan to write for a step of `size` requests, which the backends then rely on; None leaves it to them."""
-        plan = self._plan if self._plan is not None and size <= self._plan.rows else None
+        """Likewise, and the backends rely on it in this step's forwards; None leaves it to them."""
+        plan = self.plan_of(size)
         self._tell(plan is not None)
         return plan
 

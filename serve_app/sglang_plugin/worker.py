@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -42,8 +43,9 @@ from torch import Tensor
 from serve_app.sglang_plugin import metrics
 from serve_app.sglang_plugin.args import commit_in_graph, options
 from serve_app.sglang_plugin.commit import CommitBuffers, KVMover, Outcome, accept
+from serve_app.sglang_plugin.direct import DirectReplay, Preparation
 from serve_app.sglang_plugin.graph import Fallback, state_bytes
-from serve_app.sglang_plugin.inputs import DDTreeDraftInput, DDTreeVerifyInput, verify_input
+from serve_app.sglang_plugin.inputs import DDTreeDraftInput, DDTreeVerifyInput, StepResult, verify_input
 from serve_app.sglang_plugin.plan import Planner
 from serve_app.sglang_plugin.plugin import PluginError, assert_installed
 from serve_app.sglang_plugin.prepare import prepare_step
@@ -113,9 +115,26 @@ class DDTreeWorker(DFlashWorkerV2):
             self.draft_model_runner.capture_tail_hooks.append(self._capture_draft_tail)
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
         self._planner = Planner(self.draft_model_runner, self.model_runner)
+        self._direct = self._direct_replay()
         sizes = {name: f"{size / 2**20:.1f} MiB" for name, size in state_bytes(self.model_runner).items()}
         who = "the step" if self._planner.active else "SGLang"
         logger.info("DDTREE: budget %d, attention planned by %s, graph state %s", self.chosen.budget, who, sizes)
+        logger.info("DDTREE: steps are prepared by %s", self._direct.refused or "the step itself")
+
+    def _direct_replay(self) -> DirectReplay:
+        runner = self.model_runner
+        captured = self._tail_in_draft_graph and self._tail_in_verify_graph
+        return DirectReplay(
+            self.draft_model_runner,
+            runner,
+            self._planner,
+            self.chosen,
+            self._trees,
+            self._slots,
+            embedding=runner.model.get_input_embeddings(),
+            mask_token=int(self._mask_token_id),
+            in_graphs=captured and self._static_mask(runner.decode_cuda_graph_runner.max_bs) is not None,
+        )
 
     def _private_kv_helper(self, rows: int) -> Any:
         """DFLASH's fused writer with scratch memory of its own: the shared one reallocates it when a prompt needs more,
@@ -153,12 +172,16 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.seq_lens.is_cuda:  # made on the scheduler's stream
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         size = len(batch.seq_lens)
+        greedy = self._commits_by_argmax(batch)
+        self._set_commit_flag(greedy)
+        preparation = self._direct.preparation(batch, size, greedy)
+        metrics.preparation(preparation)
+        if preparation is Preparation.DIRECT:
+            return self._replayed_step(batch, on_publish, began)
         trees = self._trees.first(size)
         starts, slots = batch.seq_lens, self._slots[:size]
         self._draft(batch, slots)
         drafted = time.perf_counter()
-        greedy = self._commits_by_argmax(batch)
-        self._set_commit_flag(greedy)
         grammar_tree = (
             GrammarTree.from_device(trees.next_token, trees.next_sibling, trees.tokens) if batch.has_grammar else None
         )
@@ -182,7 +205,31 @@ class DDTreeWorker(DFlashWorkerV2):
         metrics.phase("accept", time.perf_counter() - verified)
         return result
 
-    def _result(self, out: Any, outcome: Outcome, replayed: bool, forward_batch: Any) -> GenerationBatchResult:
+    def _replayed_step(self, batch: Any, on_publish: Any, began: float) -> GenerationBatchResult:
+        """The step when nothing of it is left to do outside the graphs."""
+        size = len(batch.seq_lens)
+        bucket = self._direct.replay(batch.spec_info.bonus_tokens, batch.seq_lens, batch.req_pool_indices)
+        for role in ("draft", "target"):
+            metrics.graph_replay(role, bucket - size, bucket)
+        replayed = time.perf_counter()
+        outcome = self._commit.outcome(size)
+        if on_publish is not None:
+            on_publish(outcome.new_seq_lens)
+        result = StepResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),  # the graph's own, and nobody asked for them
+            next_token_ids=outcome.tokens,
+            accept_lens=outcome.lengths,
+            can_run_cuda_graph=True,
+            next_draft_input=DDTreeDraftInput.of(outcome.bonus, outcome.new_seq_lens),
+            speculative_num_draft_tokens=self.chosen.path,
+            new_seq_lens=outcome.new_seq_lens,
+            flat=outcome.flat,
+        )
+        metrics.phase("verify", replayed - began)
+        metrics.phase("accept", time.perf_counter() - replayed)
+        return result
+
+    def _result(self, out: Any, outcome: Outcome, replayed: bool, forward_batch: ForwardBatch) -> GenerationBatchResult:
         out.hidden_states = None  # consumed; the scheduler would copy them to the host
         return GenerationBatchResult(
             logits_output=out,

@@ -63,6 +63,7 @@ def test_every_hook_target_takes_the_arguments_its_hook_expects(sglang: ModuleTy
         "_decode_cuda_graph_runner_cls": ["self"],
         "_forward_raw": ["self", "forward_batch", "pp_proxy_tensors", "reinit_attn_backend", "split_forward_count"],
         "_extend_forward_kwargs": ["self", "forward_batch", "pp_proxy_tensors"],
+        "_forward_isolation": ["self", "batch", "overlap"],
         "update_finish_state": ["self", "new_accepted_len"],
         "init_cuda_graph_state": ["self", "max_bs", "max_num_tokens", "kv_indices_buf"],
         "process_batch_result_prefill": ["self", "batch", "result"],

@@ -54,5 +54,6 @@ def test_phases_add_up(registry: CollectorRegistry) -> None:
 
     for seconds in (0.25, 0.5):
         metrics.phase("verify", seconds)
+    metrics.settle()
     assert value(registry, "ddtree_step_seconds_total", phase="verify") == 0.75
     assert value(registry, "ddtree_step_seconds_total", phase="draft") == 0

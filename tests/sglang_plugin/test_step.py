@@ -103,6 +103,7 @@ def worker(target: Target, chosen: Options, monkeypatch: pytest.MonkeyPatch) -> 
             self._mover = KVMover([target.cache])
             self._fused_kv_helper = None
             self._planner = SimpleNamespace(begin=lambda size: None, end=lambda: None)
+            self._direct = SimpleNamespace(preparation=lambda *asked: "not_in_graphs")
 
         def _target_forward(self, batch: Any, tree: Any) -> Any:
             logits, features = target.verify(batch, tree.draft_token, tree.positions, tree.custom_mask, chosen.width)
