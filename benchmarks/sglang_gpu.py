@@ -3,7 +3,7 @@
     python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
     python benchmarks/sglang_gpu.py MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
-A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=0:PLAN_IN_STEP=0` compares
+A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=1:PLAN_IN_STEP=0` compares
 with and without. They are variables of the environment, less their common `SGLANG_DDTREE_`; a run names its "switches".
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the

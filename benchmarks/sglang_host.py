@@ -3,8 +3,8 @@
     python benchmarks/sglang_host.py [--modes ar,dflash,ddtree-64] [--batches 1,16] [--top 25]
 
 Where SGLang is installed for a CPU (`make test-sglang` makes such an environment). Each mode and batch size has a
-process of its own: greedy requests in steady state, overlap on, every step accepts three drafts. Printed per step:
-microseconds of the scheduler's thread (median; a GPU's launches are dearer than these stand-ins), Python calls,
+process of its own, with direct replays unless SGLANG_DDTREE_DIRECT_REPLAY says 0: greedy requests in steady state,
+overlap on, every step accepts three drafts. Printed per step: microseconds of the scheduler's thread (median; a GPU's launches are dearer than these stand-ins), Python calls,
 operations that PyTorch dispatches without views, kernels launched through Triton; with --top the dearest functions.
 DFLASH writes the drafter's cache by plain operations here, on a GPU by one kernel: read its times as too long.
 
@@ -142,7 +142,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.modes, int(arguments.batches), arguments.top)), flush=True)
         os._exit(0)  # SGLang's threads are not asked
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {"SGLANG_DDTREE_DIRECT_REPLAY": "1", **os.environ, "TRITON_INTERPRET": "0"}
     for mode in arguments.modes.split(","):
         for batch in arguments.batches.split(","):
             own = [__file__, "--one", "--modes", mode, "--batches", batch, "--top", str(arguments.top)]

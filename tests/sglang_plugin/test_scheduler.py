@@ -17,12 +17,15 @@ import pytest
 from tests.conftest import ROOT, require_sglang
 from tests.sglang_plugin.conftest import DEVICE
 
+pytestmark = pytest.mark.timeout(900)
+
+DIRECTLY = {"SGLANG_DDTREE_DIRECT_REPLAY": "1"}
 WAYS = {
     "ar": {},
-    "direct": {},
-    "prepared by SGLang": {"SGLANG_DDTREE_DIRECT_REPLAY": "0"},
-    "planned by SGLang": {"SGLANG_DDTREE_PLAN_IN_STEP": "0"},
-    "committed after the graph": {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"},
+    "direct": DIRECTLY,
+    "prepared by SGLang": {},
+    "planned by SGLang": {**DIRECTLY, "SGLANG_DDTREE_PLAN_IN_STEP": "0"},
+    "committed after the graph": {**DIRECTLY, "SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"},
 }
 
 
@@ -30,7 +33,7 @@ WAYS = {
 def run(way: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.sglang_plugin.emulated", "ar" if way == "ar" else "ddtree-8"],
-        env={**os.environ, "TRITON_INTERPRET": "1", **WAYS[way]}, cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env={**os.environ, "TRITON_INTERPRET": "1", **WAYS[way]}, cwd=ROOT, capture_output=True, text=True, timeout=880,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
