@@ -4,8 +4,9 @@
 
 Where SGLang is installed for a CPU (`make test-sglang` makes such an environment). Each mode and batch size has a
 process of its own, with direct replays unless SGLANG_DDTREE_DIRECT_REPLAY says 0: greedy requests in steady state,
-overlap on, every step accepts three drafts. Printed per step: microseconds of the scheduler's thread (median; a GPU's launches are dearer than these stand-ins), Python calls,
-operations that PyTorch dispatches without views, kernels launched through Triton; with --top the dearest functions.
+overlap on, every step accepts three drafts. Printed per step: microseconds of the scheduler's thread (median; a GPU's
+launches are dearer than these stand-ins), Python calls, operations that PyTorch dispatches without views, kernels
+launched through Triton; with --top the dearest functions.
 DFLASH writes the drafter's cache by plain operations here, on a GPU by one kernel: read its times as too long.
 
 What this program does not do: run kernels, so it says nothing about a GPU's time.
