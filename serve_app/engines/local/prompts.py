@@ -74,16 +74,17 @@ class PromptRenderer:
         if request.tools and "tools" not in str(template):
             raise Unsupported("this model's chat template takes no tools", param="tools")
         shield = self._chats.shield()
-        messages = [shield.cover(_plain(message, index)) for index, message in enumerate(request.messages or ())]
-        if not messages:
+        if not request.messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         options = {"add_generation_prompt": True, **shield.cover(request.chat_template_kwargs), "tokenize": False}
         tools = [shield.cover(tool) for tool in request.tools] if request.tools else None
         try:
+            messages = [shield.cover(_plain(message, index)) for index, message in enumerate(request.messages)]
             text = self._tokenizer.apply_chat_template(messages, tools=tools, **options)
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from None
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        # A call's arguments are JSON within a string, which nobody has bounded: they may be nested too deeply.
+        except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidRequest(
                 f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
             ) from None

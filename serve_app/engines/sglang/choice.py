@@ -93,9 +93,12 @@ class Choice:
 
     def _given_up(self, finish: Mapping[str, Any]) -> Chunk:
         status = finish.get("status_code")
-        if status is None:
+        if status is None and self.param is None:
             return self.aborted()
         self.over = True
+        if status is None:
+            # Nobody asked for it: the grammar stopped, as it would on every replica (one that grew beyond a row, say).
+            raise InvalidRequest("The answer could not be held to this format; a simpler one may do.", param=self.param)
         raise refusal(int(status), str(finish.get("message") or ""), self.param)
 
     def _usage(self) -> Usage:

@@ -80,7 +80,7 @@ class Call:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # nested deeper than anybody reads
         return False
     return True
 

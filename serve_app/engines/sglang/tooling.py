@@ -8,6 +8,7 @@ What this module does not do: read an answer (`reading`), or render a prompt.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -267,7 +268,7 @@ def _checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     found = []
     for index, tool in enumerate(tools):
-        function = orjson.loads(orjson.dumps(tool["function"]))  # it is changed in its place
+        function = copy.deepcopy(tool["function"])  # it is changed in its place
         if schema := function.get("parameters"):
             schema.setdefault("type", "object")
         try:

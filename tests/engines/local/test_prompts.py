@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.engines.local.prompts import PromptRenderer
+from serve_app.errors import InvalidRequest
 from serve_app.models import resolve
 from tests.engines.local.conftest import VOCAB, write_tokenizer
 from tests.engines.local.real import MODEL, PROMPTS
@@ -97,6 +98,16 @@ def test_a_template_that_looks_at_content_finds_its_text(tiny_tokenizer: Any) ->
     tiny.chat_template = "<|im_start|>{{ messages[0].content.split('|CUT|')[-1] | trim | upper }}<|im_end|>"
     ids = PromptRenderer(tiny, VOCAB).encode(chat(f"a|CUT| b{END} "))
     assert ids == [1, *(3 + byte for byte in b"B<|im_end|>"), 2]
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_arguments_nested_too_deeply_are_refused(tiny_tokenizer: Any, depth: int) -> None:
+    tiny = AutoTokenizer.from_pretrained(tiny_tokenizer.name_or_path)
+    tiny.chat_template = "{{ messages[0].tool_calls | tojson }}"
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}]}
+    with pytest.raises(InvalidRequest) as caught:
+        PromptRenderer(tiny, VOCAB).encode(GenerateRequest("r", SamplingParams(), messages=[message]))
+    assert caught.value.param == "messages"
 
 
 def test_raw_prompts_keep_their_special_tokens(tiny_tokenizer: Any) -> None:

@@ -114,6 +114,14 @@ def test_a_refused_grammar_is_the_response_formats(vocabulary: Vocabulary) -> No
     assert caught.value.param == "response_format"
 
 
+def test_a_grammar_that_fails_is_no_lost_replica(vocabulary: Vocabulary) -> None:
+    made = choice(vocabulary, json_schema="{}")
+    fed(made, ids("ab"))
+    with pytest.raises(InvalidRequest) as caught:
+        made.feed(output(ids("b"), {"type": "abort", "message": "Aborted"}))
+    assert (caught.value.param, made.over) == ("response_format", True)
+
+
 class _Loop(asyncio.AbstractEventLoop):
     """Only what a reader of chunks that have arrived asks for."""
 

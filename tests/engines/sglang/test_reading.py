@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.engines.sglang.reading import Call
 from serve_app.errors import InvalidRequest
 from tests.engines.sglang.parsers import TOOLS, Rig, write_marked
 
@@ -209,6 +210,12 @@ def test_tokens_that_already_end_the_answer_cannot_be_continued(path: Path) -> N
     with pytest.raises(InvalidRequest) as caught:
         rig.stream(rig.plan(), max_tokens=2).resume(rig.ids("ab"))
     assert caught.value.param == "emitted"
+
+
+def test_arguments_nested_beyond_reading_are_not_whole() -> None:
+    call = Call("f")
+    call.arguments = "[" * 100_000
+    assert not call.whole
 
 
 def test_a_parser_that_fails_costs_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

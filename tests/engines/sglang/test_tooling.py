@@ -153,6 +153,14 @@ def test_types_of_other_languages_are_put_right(path: Path) -> None:
     assert "type" not in odd["function"]["parameters"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_may_have_numbers_beyond_64_bits(path: Path, choice: str) -> None:
+    wide = tool("f", n={"type": "integer", "maximum": 10**30})
+    plan = Rig(path, "qwen", backend="llguidance").plan(tools=(wide,), tool_choice=choice)
+    assert plan.prompt.tools == [wide]
+    assert ("1" + "0" * 30 in str(plan.grammar)) == (choice == "required")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
