@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from serve_app.config import IngressConfig
-from serve_app.engines.base import ModelInfo
+from serve_app.engines.base import GenerateRequest, ModelInfo
 from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ReplicaLost, ServeError, Unsupported
 from serve_app.ingress.backend import Backend
 from serve_app.metrics import GatewayMetrics
@@ -36,11 +36,17 @@ def may_resume(job: Job, info: ModelInfo, policy: IngressConfig) -> bool:
     """Whether a job of which tokens were sent may go on elsewhere. Fresh randomness continues an unseeded sample as
     well as the old would have; a seed promises one text, which the engine must be able to keep."""
     sampling = job.requests[0].sampling
-    if policy.resume == "never" or info.continues == "none" or sampling.json_schema is not None:
+    if policy.resume == "never" or info.continues == "none" or _has_grammar(job.requests[0]):
         return False  # a grammar knows nothing of what was sent
     if sampling.temperature == 0:
         return True
     return policy.resume == "all" and (sampling.seed is None or info.continues == "seeded")
+
+
+def _has_grammar(request: GenerateRequest) -> bool:
+    """Whether one surely holds its answer: to a schema, to calls, or to a tool's arguments."""
+    strict = any(tool["function"].get("strict") for tool in request.tools or ())
+    return request.sampling.json_schema is not None or strict or (bool(request.tools) and request.tool_choice != "auto")
 
 
 @dataclass(frozen=True)

@@ -265,3 +265,17 @@ async def test_what_may_go_on(sampling: SamplingParams, continues: Any, resume: 
     info = ModelInfo("m", 16, 16, 1, continues=continues)
     job = Job("j", 1, "m", True, True, False, (GenerateRequest("r", sampling, prompt="p"),))
     assert may_resume(job, info, gateway.config.ingress) is allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [({}, True), ({"strict": False}, True), ({"strict": True}, False), ({"tool_choice": "required"}, False)],
+)
+async def test_an_answer_that_is_held_to_calls_does_not_go_on(fields: dict[str, Any], allowed: bool) -> None:
+    """As no replica can: the client need not wait for one to say so."""
+    gateway = await make_gateway({})
+    info = ModelInfo("m", 16, 16, 1, continues="seeded")
+    tools = ({"type": "function", "function": {"name": "f", **{k: v for k, v in fields.items() if k == "strict"}}},)
+    choice = fields.get("tool_choice", "auto")
+    asked = GenerateRequest("r", SamplingParams(), messages=[], tools=tools, tool_choice=choice)
+    assert may_resume(Job("j", 1, "m", True, True, False, (asked,)), info, gateway.config.ingress) is allowed
