@@ -29,9 +29,10 @@ class RefusalPart(Wire):
     refusal: str
 
 
-TextContent = str | Annotated[list[TextPart], Field(min_length=1)]
+# Of a list without a bound only the first wrong item is looked for: a finding for each of a million would take seconds.
+TextContent = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-AssistantContent = str | Annotated[list[AssistantPart], Field(min_length=1)]
+AssistantContent = str | Annotated[list[AssistantPart], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionCall(Wire):

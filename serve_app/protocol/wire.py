@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from serve_app.protocol.messages import Message, Wire
 from serve_app.protocol.tools import NamedToolChoice, Tool, check_names
@@ -20,6 +20,18 @@ MAX_STOP_CHARS = 512
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 64
 MAX_TOOLS = 128
+
+
+def _few(limit: int) -> BeforeValidator:
+    """Refuses a larger map before it looks at the entries, as pydantic does with lists."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"must have at most {limit} entries")
+        return value
+
+    return BeforeValidator(check)
+
 
 Short = Annotated[str, Field(max_length=512)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -74,7 +86,12 @@ class Sampling(Wire):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: (
-        Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)] | None
+        Annotated[
+            dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIAS),
+            _few(MAX_LOGIT_BIAS),
+        ]
+        | None
     ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -92,16 +109,18 @@ class Sampling(Wire):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`. Without a token limit the answer may fill the context."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Newer name of max_tokens; both may be given only if they agree."
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Needs logprobs: true.")
-    chat_template_kwargs: Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None = Field(
-        None, description="Scalars handed to the chat template."
+    chat_template_kwargs: (
+        Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16), _few(16)] | None
+    ) = Field(None, description="Scalars handed to the chat template.")
+    metadata: Annotated[dict[str, Short], Field(max_length=16), _few(16)] | None = Field(
+        None, description="Accepted, not used."
     )
-    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = Field(None, description="Accepted, not used.")
     safety_identifier: Short | None = Field(None, description="Accepted, not used.")
     prompt_cache_key: Short | None = Field(None, description="Accepted, not used.")
     service_tier: Literal["auto", "default"] | None = _refused("there is one tier; auto and default name it")
@@ -128,9 +147,11 @@ class ChatRequest(Sampling):
 
 Prompt = (
     Annotated[str, Field(min_length=1)]
-    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)
+    ]
 )
 
 
@@ -149,13 +170,15 @@ class TokenizeRequest(Wire):
 
     model: Short | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Tools | None = None
-    chat_template_kwargs: Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16), _few(16)] | None
+    ) = None
 
 
 class DetokenizeRequest(Wire):
     """`POST /detokenize`."""
 
     model: Short | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

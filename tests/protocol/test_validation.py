@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 
 from serve_app.errors import InvalidRequest, Unsupported
-from serve_app.protocol import ChatRequest, CompletionRequest, validate
+from serve_app.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, validate
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
 SECRET = "do-not-echo-me"
+MANY = {f"k{number}": [] for number in range(1000)}
 
 WRONG_CHAT = [
     ({"messages": {"role": "user", "content": SECRET}}, "messages"),
@@ -162,6 +164,42 @@ def test_the_reason_is_that_of_the_type_which_was_sent(change: dict[str, Any], r
     with pytest.raises(InvalidRequest) as caught:
         validate(ChatRequest, CHAT | change)
     assert caught.value.message.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "at"),
+    [
+        (ChatRequest, "messages", [5], "messages[0]"),
+        (
+            ChatRequest,
+            "messages",
+            [{"role": "user", "content": [{"type": "text"}] * 1000}],
+            "messages[0].content[0].text",
+        ),
+        (
+            ChatRequest,
+            "messages",
+            [{"role": "assistant", "content": [{"type": "x"}] * 1000}],
+            "messages[0].content[0].type",
+        ),
+        (CompletionRequest, "prompt", [""], "prompt[0]"),
+        (CompletionRequest, "prompt", [[-1]], "prompt[0][0]"),
+        (TokenizeRequest, "messages", [5], "messages[0]"),
+        (DetokenizeRequest, "tokens", [-1], "tokens[0]"),
+        (ChatRequest, "metadata", MANY, "metadata"),
+        (ChatRequest, "logit_bias", MANY, "logit_bias"),
+        (ChatRequest, "chat_template_kwargs", MANY, "chat_template_kwargs"),
+    ],
+)
+def test_of_many_wrong_items_few_are_found(model: Any, field: str, value: Any, at: str) -> None:
+    """What is found grows with the body, and what is done with it: seconds, in which the process does nothing else."""
+    body = {"model": "m", "messages": [USER], field: value * 1000 if isinstance(value, list) else value}
+    with pytest.raises(InvalidRequest) as caught:
+        validate(model, body)
+    assert caught.value.param == at
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(body)
+    assert found.value.error_count() < 10
 
 
 @pytest.mark.parametrize(("change", "param"), UNSUPPORTED_CHAT)
