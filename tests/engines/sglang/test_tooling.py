@@ -157,6 +157,7 @@ def test_types_of_other_languages_are_put_right(path: Path) -> None:
     ("fields", "param"),
     [
         ({"tools": (tool("now"), tool("f", x={"type": 5}))}, "tools[1].function.parameters"),
+        ({"tools": (tool("f", x={"maximum": 2**64}),)}, "tools[0].function.parameters"),
         ({"chat_template_kwargs": {"reasoning_effort": True}}, "chat_template_kwargs"),
     ],
 )
