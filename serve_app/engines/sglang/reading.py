@@ -239,6 +239,8 @@ class ToolReader:
             elif call.name == item.name and not call.whole and item.parameters.startswith(call.arguments):
                 rest = item.parameters[len(call.arguments) :]
                 self._add(self._first + index, call, rest, said)
+                if rest:
+                    self._taken = ""
 
     def _shown(self, text: str, said: Said) -> None:
         """The parser gave text, of the beginning of what it took or behind marks."""
