@@ -132,7 +132,7 @@ class _Line(Framed):
                 accepted, ongoing = await anext(call)
                 if not accepted:
                     # It may come again as soon as this is read.
-                    del self._running[ticket.stream]
+                    self._running.pop(ticket.stream, None)
                     self.send(pack_takes(ticket.stream, ongoing, False))
                     return
                 self.send(pack_takes(ticket.stream, ongoing, True), ACCOUNTS_WITHIN_S)
@@ -151,7 +151,8 @@ class _Line(Framed):
                 self.send(pack_over(ticket.stream, raised), within_s)
 
     def _left(self, stream: int) -> None:
-        if (task := self._running.get(stream)) is not None:
+        # Not left to the task: one that has not begun yet never runs.
+        if (task := self._running.pop(stream, None)) is not None:
             task.cancel()
 
     async def put(self, ticket: Ticket, number: int, item: Item) -> None:

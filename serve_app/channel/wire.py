@@ -23,8 +23,9 @@ from serve_app.errors import ReplicaLost, ServeError
 from serve_app.protocol import Item, Progress
 
 MAGIC = "ddtree-channel-2"
-# Bytes of one message: what a peer may send, and one that is not known yet.
-MAX_MESSAGE, MAX_GREETING = 8 * 1024 * 1024, 64 * 1024
+# Bytes of one message: what a peer may send, and one that is not known yet, whose arrays within arrays cost a hundred
+# times what they are long.
+MAX_MESSAGE, MAX_GREETING = 8 * 1024 * 1024, 1024
 # An item that fits none goes in pieces, up to this size.
 PIECE, MAX_ITEM = 1024 * 1024, 256 * 1024 * 1024
 # What an item counts against a stream's window beside its data.

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from serve_app.engines.base import GenerateRequest
+from serve_app.router.ring import place
 
 # Replicas remembered per block: a shared system prompt is everywhere.
 HOLDERS = 8
@@ -106,13 +107,15 @@ def home_key(request: GenerateRequest, session: str) -> str:
 
 
 def beginning(request: GenerateRequest) -> str:
-    """What a chat may have in common with others: the starts of its messages before the first user's; "" for none."""
+    """A name of what a chat may have in common with others, the starts of its messages before the first user's; "" for
+    none. It is short however many these are, since routers remember thousands."""
     key = []
     for message in request.messages or ():
         if message.get("role") == "user":
             break
         key.append(str(message.get("content"))[:256])
-    return "\0".join(key)
+    text = "\0".join(key)
+    return f"{place(text):016x}" if text else ""
 
 
 def _pieces(request: GenerateRequest) -> Iterator[str]:

@@ -12,16 +12,20 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import RequestMetadata
 
 from serve_app.channel import Inlet, Offer, Outlets, Parcel, Ticket, inlets, outlets
+from serve_app.channel.jobs import pack_job
 from serve_app.channel.wire import (
     HEADER,
     MAGIC,
     MAX_GREETING,
     MAX_MESSAGE,
+    OVER,
     About,
     ChannelError,
     item_of,
+    join,
     pack_greeting,
     pack_item,
+    pack_leave,
     pack_open,
     pack_taken,
 )
@@ -513,6 +517,21 @@ async def test_whoever_waits_for_a_dead_replica_is_told(opening: Loopback) -> No
     with pytest.raises(NotReady) as lost:
         await waiting
     assert lost.value.code == "replica_lost"
+
+
+async def test_a_stream_that_is_left_before_it_began_leaves_nothing(opening: Loopback) -> None:
+    peer = await Peer.connect(opening.replica._outlets)
+    (line,) = (line for name, line in opening.replica._outlets._lines.items() if name == "peer")
+    about, job, entered = About("id", "internal"), pack_job(make_job("a", stream=True)), len(opening.entered)
+    # One message: the replica reads both before it does anything.
+    peer.writer.write(join([pack_open(Ticket("peer", 7, 1000), about, job), pack_leave(7), pack_leave(8)]))
+    peer.say(pack_open(Ticket("peer", 9, 1000), about, job))
+    said: list[Any] = []
+    while not any(entry[0] == OVER for entry in said):
+        said += await peer.message()
+    assert {entry[1] for entry in said} == {9}
+    assert not line._running and len(opening.entered) == entered + 1
+    peer.close()
 
 
 async def test_a_replica_that_raises_fails_its_own_stream(opening: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
-from serve_app.router.prefixes import HOLDERS, PrefixTable, blocks_of, common_blocks, home_key
+from serve_app.router.prefixes import HOLDERS, PrefixTable, beginning, blocks_of, common_blocks, home_key
 
 
 def chat(*contents: str) -> GenerateRequest:
@@ -94,3 +94,14 @@ def test_a_system_prompt_attracts_nothing() -> None:
 
 def test_without_a_chat_nothing_is_common() -> None:
     assert common_blocks(plain("x" * 500), 32) == 0
+
+
+def test_a_beginning_has_a_short_name_however_long_it_is() -> None:
+    def begun(systems: int, end: str = "") -> str:
+        messages = [{"role": "system", "content": "s" * 300 + str(i)} for i in range(systems)]
+        messages += [{"role": "developer", "content": end}, {"role": "user", "content": "hello"}]
+        return beginning(GenerateRequest("r", SamplingParams(), messages=messages))
+
+    assert len(begun(2000, "a")) == len(begun(1, "a")) == 16
+    assert begun(9, "a") == begun(9, "a") != begun(9, "b")
+    assert beginning(chat("", "hello")) == beginning(plain("hello")) == ""

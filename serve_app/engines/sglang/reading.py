@@ -3,8 +3,8 @@
 SGLang's parsers want their text in pieces, and what they find depends on where the pieces end. So each of their marks
 is a piece of its own.
 
-A parser keeps what may still become a call, and forgets what did not. Nothing of an answer may be lost: what it took
-and made nothing of is text. What it did not say of a call's arguments in pieces, its reading of the whole text does.
+A parser keeps what may still become a call, and forgets what did not: what it took and made nothing of is text here,
+but for the end of a malformed call after one that was told. What it did not say of a call's arguments in pieces, its reading of the whole text does.
 
 What this module does not do: know a format, or SGLang's classes (`tooling` makes them); tokens (`parsed`).
 """
@@ -239,6 +239,8 @@ class ToolReader:
             elif call.name == item.name and not call.whole and item.parameters.startswith(call.arguments):
                 rest = item.parameters[len(call.arguments) :]
                 self._add(self._first + index, call, rest, said)
+                if rest:
+                    self._taken = ""
 
     def _shown(self, text: str, said: Said) -> None:
         """The parser gave text, of the beginning of what it took or behind marks."""

@@ -8,7 +8,6 @@ What this module does not do: read an answer (`reading`), or render a prompt.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -268,13 +267,13 @@ def _checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     found = []
     for index, tool in enumerate(tools):
-        function = copy.deepcopy(tool["function"])  # it is changed in its place
-        if schema := function.get("parameters"):
-            schema.setdefault("type", "object")
         try:
+            function = orjson.loads(orjson.dumps(tool["function"]))  # it is changed in its place
+            if schema := function.get("parameters"):
+                schema.setdefault("type", "object")
             normalize_json_schema_types(schema)
             Draft202012Validator.check_schema(schema or {})
-        except (SchemaError, RecursionError):
+        except (SchemaError, RecursionError, orjson.JSONEncodeError):  # the last: a number of more than 64 bits
             raise InvalidRequest(
                 f"tools[{index}].function.parameters is not a JSON Schema.", param=f"tools[{index}].function.parameters"
             ) from None

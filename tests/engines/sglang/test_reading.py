@@ -148,6 +148,12 @@ def test_the_limit_within_a_call_is_a_limit(path: Path) -> None:
     assert (told.finish, told.calls[0][0]) == ("length", "weather") and WEATHER.count(told.calls[0][1]) == 1
 
 
+def test_arguments_that_only_the_whole_text_gives_are_not_told_as_text_too(path: Path) -> None:
+    """SGLang's reading of Qwen's XML in pieces waits for the end of a parameter, which the limit cuts off."""
+    told = everywhere(Rig(path, "qwen3_coder"), "<tool_call>\n<function=weather>\n<parameter=city>\nParis and")
+    assert (told.content, told.called) == ("", [("weather", {"city": "Paris and"})])
+
+
 @pytest.mark.parametrize(("stop", "finish"), [("Paris", "stop"), ("</tool_call>", "tool_calls")])
 def test_a_stop_that_cuts_a_call_is_a_stop(path: Path, stop: str, finish: str) -> None:
     rig = Rig(path, "qwen")
