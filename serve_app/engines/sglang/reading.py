@@ -4,7 +4,8 @@ SGLang's parsers want their text in pieces, and what they find depends on where 
 is a piece of its own.
 
 A parser keeps what may still become a call, and forgets what did not: what it took and made nothing of is text here,
-but for the end of a malformed call after one that was told. What it did not say of a call's arguments in pieces, its reading of the whole text does.
+but for the end of a malformed call after one that was told. What it did not say of a call's arguments in pieces, its
+reading of the whole text does.
 
 What this module does not do: know a format, or SGLang's classes (`tooling` makes them); tokens (`parsed`).
 """
