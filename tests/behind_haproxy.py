@@ -68,6 +68,12 @@ def test_odd_headers_do_no_harm(served: Served) -> None:
         assert raw.recv(65536).split()[1] in (b"200", b"400")
 
 
+def test_an_offer_to_change_the_protocol_does_not_lose_the_body(served: Served) -> None:
+    headers = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
+    answer = httpx.post(served.url + CHAT, json=chat("a b"), headers=headers, timeout=60, trust_env=False)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 2)
+
+
 @pytest.fixture
 def ingress(lonely: Served) -> int:
     """Its process, once it answers."""

@@ -8,6 +8,8 @@
 # until `hard-stop-after`, since an HAProxy that a reload replaced makes no checks.
 # Where ingresses run on its own node (Serve names them by 127.0.0.1), those elsewhere take what those cannot, as with
 # Serve's own proxy: a client whom one node serves does not need another.
+# Offers to change the protocol, which Java's client makes with every request, are not passed on: uvicorn takes the body
+# of such a request for the new protocol's, and it would arrive without one.
 # With HAPROXY_PAGES_HOST its metrics and statistics, which Serve binds to all addresses, listen on that one alone.
 set -eu
 # It may be a link.
@@ -26,6 +28,7 @@ for argument do
     printf '%s\n' "    $defaults" | sed -i '/^defaults$/r /dev/stdin' "$argument"
     awk -f "$here/near.awk" "$argument" >"$argument.new"
     mv "$argument.new" "$argument"
+    sed -i 's/^frontend http_frontend$/&\n    http-request del-header Upgrade/' "$argument"
     if [ -n "${HAPROXY_PAGES_HOST:-}" ]; then
       # In their sections alone: the service's own line may look the same.
       sed -i "/^frontend prometheus/,/^ *bind/s/^\( *bind \):/\1$HAPROXY_PAGES_HOST:/
