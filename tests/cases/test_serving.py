@@ -48,7 +48,7 @@ def at_once(served: Served, count: int, script: str, **fields: object) -> list[h
 # https://github.com/ray-project/ray/issues/51145
 @pytest.mark.parametrize("stream", [True, False])
 def test_too_many_at_once_is_an_envelope_that_says_when_to_come_again(crowded: Served, stream: bool) -> None:
-    answers = at_once(crowded, 10, "a stall=6", stream=stream)
+    answers = at_once(crowded, 10, "a delay=0.2 repeat=30", stream=stream)
     refused = [answer for answer in answers if answer.status_code != 200]
     assert [answer.status_code for answer in answers].count(200) == 5
     for answer in refused:

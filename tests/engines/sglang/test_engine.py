@@ -323,7 +323,7 @@ async def test_a_prompt_is_the_same_on_the_loop_and_in_a_thread(
     assert (await ask(engine, wanted)).tokens == short.tokens
 
 
-def test_gaps_are_counted_as_sglang_counts_them() -> None:
+def test_gaps_are_counted_as_sglang_counts_them(sglang_on_cpu: None) -> None:
     from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 
     gaps = [(0.01, 4), (0.2, 1), (3.0, 2), (0.0, 3), (1e9, 1), (0.1, 1)]
