@@ -35,10 +35,19 @@ def exemplar(request_id: str) -> dict[str, str] | None:
     return {_EXEMPLAR_LABEL: request_id} if 0 < len(request_id) <= _EXEMPLAR_ROOM else None
 
 
-def observe_each(histogram: Histogram, value: float, count: int) -> None:
-    """`histogram.observe(value)`, `count` times, at the cost of one."""
-    histogram._sum.inc(value * count)
-    histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(count)
+def observe_gaps(histogram: Histogram, gaps: Sequence[tuple[float, int]]) -> None:
+    """`histogram.observe(seconds / count)`, `count` times for each of `gaps`, with one write per bucket.
+
+    Args:
+        gaps: seconds, and how many tokens share them.
+    """
+    buckets: dict[int, int] = {}
+    for seconds, count in gaps:
+        at = bisect_left(histogram._upper_bounds, seconds / count)
+        buckets[at] = buckets.get(at, 0) + count
+    histogram._sum.inc(sum(seconds for seconds, _ in gaps))
+    for at, count in buckets.items():
+        histogram._buckets[at].inc(count)
 
 
 def _gauge(registry: CollectorRegistry, name: str, help: str, *labels: str) -> Gauge:

@@ -12,7 +12,7 @@ from serve_app.metrics import (
     GatewayMetrics,
     ProcessMetrics,
     exemplar,
-    observe_each,
+    observe_gaps,
 )
 
 UNITS = ("milliseconds", "minutes", "hours", "kilobytes", "megabytes", "percent")
@@ -119,7 +119,7 @@ def test_many_observations_at_once_are_many(value: float) -> None:
         registry = CollectorRegistry()
         histogram = GatewayMetrics(registry).itl.labels("m", "true")
         if each:
-            observe_each(histogram, value, 2)
+            observe_gaps(histogram, [(2 * value, 2)])
         else:
             for _ in range(2):
                 histogram.observe(value)

@@ -23,7 +23,7 @@ from serve_app.ingress.backend import Backend
 from serve_app.ingress.failover import Failover
 from serve_app.ingress.limits import bounded
 from serve_app.ingress.scope import Disconnected, Record, generating
-from serve_app.metrics import GatewayMetrics, exemplar, observe_each
+from serve_app.metrics import GatewayMetrics, exemplar, observe_gaps
 from serve_app.protocol import Item, Job, error_frames
 from serve_app.tracing import Tracer
 
@@ -158,7 +158,7 @@ class Generation(Response):
             metrics.ttft.labels(*labels).observe(now - self._record.started, exemplar(self._record.request_id))
             self._itl = metrics.itl.labels(*labels)
         elif self._itl is not None and item.tokens:
-            observe_each(self._itl, (now - self._last) / item.tokens, item.tokens)
+            observe_gaps(self._itl, [(now - self._last, item.tokens)])
         self._last = now
 
     def _broken(self, error: ServeError) -> bytes:

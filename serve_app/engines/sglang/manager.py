@@ -11,10 +11,11 @@ What this module does not do: detokenize, or know what an output means (`choice`
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from serve_app.metrics import observe_gaps
 
 Taker = Callable[[dict[str, Any]], None]
 
@@ -172,21 +173,7 @@ def manager_class() -> Any:
             if self._gaps is None:
                 collector = self.metrics_collector
                 self._gaps = collector.histogram_inter_token_latency.labels(**collector.labels)
+            # As SGLang's `observe_inter_token_latency` would for each of them.
             observe_gaps(self._gaps, gaps)
 
     return StepManager
-
-
-def observe_gaps(histogram: Any, gaps: Sequence[tuple[float, int]]) -> None:
-    """What SGLang's `observe_inter_token_latency` would have counted for each of them, with one write per bucket.
-
-    Args:
-        histogram: a labelled prometheus_client Histogram. gaps: seconds, and how many tokens share them.
-    """
-    buckets: dict[int, int] = {}
-    for seconds, count in gaps:
-        at = bisect_left(histogram._upper_bounds, seconds / count)
-        buckets[at] = buckets.get(at, 0) + count
-    histogram._sum.inc(sum(seconds for seconds, _ in gaps))
-    for at, count in buckets.items():
-        histogram._buckets[at].inc(count)

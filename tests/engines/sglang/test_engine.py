@@ -22,8 +22,9 @@ from serve_app.engines.base import Engine, GenerateRequest, SamplingParams
 from serve_app.engines.local.engine import LocalEngine
 from serve_app.engines.sglang.choice import Choice
 from serve_app.engines.sglang.engine import SglangEngine
-from serve_app.engines.sglang.manager import manager_class, observe_gaps
+from serve_app.engines.sglang.manager import manager_class
 from serve_app.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded, Unsupported
+from serve_app.metrics import observe_gaps
 from tests.engines.local.conftest import VOCAB
 from tests.engines.local.helpers import Answer, collect, request
 
