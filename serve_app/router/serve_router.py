@@ -54,24 +54,25 @@ class PrefixRouter(RequestRouter):
             # Calls that are no jobs go anywhere.
             best = self._fleet.choose((), 0, str(now), unwell)
         else:
-            request, (blocks, common) = job.requests[0], self._blocks(job, pending_request)
-            best = self._fleet.choose(blocks, common, home_key(request, job.session), unwell, beginning(request))
+            blocks, common, start = self._parts(job, pending_request)
+            best = self._fleet.choose(blocks, common, home_key(job.requests[0], job.session), unwell, start)
         return [[self._by_name[best]], _without(candidate_replicas, unwell)]
 
     def _unwell(self, job: Job | None, now: float) -> set[str]:
         return self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())
 
-    def _blocks(self, job: Job, pending_request: PendingRequest) -> tuple[list[int], int]:
-        """Of the job's prompt, kept with the request, which ends with it: a choice may be repeated, and is remembered
-        once it is accepted."""
+    def _parts(self, job: Job, pending_request: PendingRequest) -> tuple[list[int], int, str]:
+        """Of the job's prompt: blocks, how many of them are common, its beginning. Kept with the request, which ends
+        with it: a choice may be repeated, and is remembered once it is accepted."""
+        request = job.requests[0]
         if len(self._by_name) < 2:
-            return [], 0
+            return [], 0, beginning(request)
         kept: dict[str, Any] = vars(pending_request)
         if KEPT not in kept:
-            request = job.requests[0]
-            kept[KEPT] = blocks_of(request, self._block_chars), common_blocks(request, self._block_chars)
-        blocks: tuple[list[int], int] = kept[KEPT]
-        return blocks
+            cut = blocks_of(request, self._block_chars), common_blocks(request, self._block_chars)
+            kept[KEPT] = *cut, beginning(request)
+        parts: tuple[list[int], int, str] = kept[KEPT]
+        return parts
 
     def _suspects(self, now: float) -> set[str]:
         suspects = set()
@@ -104,8 +105,8 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         job = _job(pending_request)
         if job is not None:
-            blocks, common = self._blocks(job, pending_request)
-            self._fleet.sent(blocks, common, replica_id.unique_id, beginning(job.requests[0]))
+            blocks, common, start = self._parts(job, pending_request)
+            self._fleet.sent(blocks, common, replica_id.unique_id, start)
 
     def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
         return NotedReplica(replica_info, self._calls.sent)
