@@ -217,13 +217,9 @@ class DDTreeWorker(DFlashWorkerV2):
             on_publish(outcome.new_seq_lens)
         result = StepResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),  # the graph's own, and nobody asked for them
-            next_token_ids=outcome.tokens,
-            accept_lens=outcome.lengths,
             can_run_cuda_graph=True,
-            next_draft_input=DDTreeDraftInput.of(outcome.bonus, outcome.new_seq_lens),
-            speculative_num_draft_tokens=self.chosen.path,
-            new_seq_lens=outcome.new_seq_lens,
             flat=outcome.flat,
+            **self._told(outcome),
         )
         metrics.phase("verify", replayed - began)
         metrics.phase("accept", time.perf_counter() - replayed)
@@ -233,14 +229,20 @@ class DDTreeWorker(DFlashWorkerV2):
         out.hidden_states = None  # consumed; the scheduler would copy them to the host
         return GenerationBatchResult(
             logits_output=out,
-            next_token_ids=outcome.tokens,
-            accept_lens=outcome.lengths,
             can_run_cuda_graph=replayed,
-            next_draft_input=DDTreeDraftInput.of(outcome.bonus, outcome.new_seq_lens),
-            speculative_num_draft_tokens=self.chosen.path,
-            new_seq_lens=outcome.new_seq_lens,
             extra_keep_alive_refs=[forward_batch],
+            **self._told(outcome),
         )
+
+    def _told(self, outcome: Outcome) -> dict[str, Any]:
+        """What every step's result says of its outcome."""
+        return {
+            "next_token_ids": outcome.tokens,
+            "accept_lens": outcome.lengths,
+            "next_draft_input": DDTreeDraftInput.of(outcome.bonus, outcome.new_seq_lens),
+            "speculative_num_draft_tokens": self.chosen.path,
+            "new_seq_lens": outcome.new_seq_lens,
+        }
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         """Prompt tokens through the target; their features become the drafter's context at the same slots."""
