@@ -381,12 +381,17 @@ def running(name: str) -> Iterator[Server]:
     try:
         yield Server(name, child, f"http://127.0.0.1:{port}")
     finally:
-        child.terminate()
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait(30)
+        end(child)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A process that leads a group, and all of it where it does not end by itself."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 def wait_for(server: Server) -> None:

@@ -24,7 +24,6 @@ import functools
 import json
 import mmap
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -293,7 +292,7 @@ def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], Side]:
     deadline = time.monotonic() + START_S
     while get(f"{url}/ready", 5) is None:
         if process.poll() is not None or time.monotonic() > deadline:
-            end(process)
+            gateway.end(process)
             raise RuntimeError(f"the application did not come up: {logs}")
         time.sleep(0.5)
     return process, Side(process.pid, functools.partial(load_http, url))
@@ -305,15 +304,6 @@ def _environment(pace: Path) -> dict[str, str]:
         PACE: str(pace), "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
 
 
 def run_child(kind: str, argument: str) -> None:
@@ -380,7 +370,7 @@ def main() -> None:
         try:
             take("http", side)
         finally:
-            end(process)
+            gateway.end(process)
     print(json.dumps(results["compared"], indent=1))
 
 

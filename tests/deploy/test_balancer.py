@@ -120,30 +120,23 @@ def test_a_streams_pieces_are_passed_as_they_come(balancer: httpx.Client) -> Non
     assert first == b"first" and waited < PAUSE_S / 2
 
 
-def test_a_node_that_is_not_ready_gets_nothing(balancer: httpx.Client, nodes: list[type[Node]]) -> None:
+@pytest.mark.parametrize("said", ["ready", "alive"])
+def test_a_node_that_is_not_ready_or_about_to_go_gets_nothing(
+    balancer: httpx.Client, nodes: list[type[Node]], said: str
+) -> None:
+    """One that is about to go is ready all the while: the engines elsewhere are."""
     one, two = nodes
-    one.ready = two.ready = 503
+    for node in nodes:
+        setattr(node, said, 503)
     try:
         # By the balancer itself: nodes say 200 to this.
         eventually(lambda: status(balancer, "/v1/models") == 503, 20)
-        two.ready = 200
+        setattr(two, said, 200)
         eventually(lambda: status(balancer, "/v1/models") == 200, 20)
         assert {status(balancer) for _ in range(10)} == {200}
     finally:
-        one.ready = two.ready = 200
-
-
-def test_a_node_that_is_about_to_go_gets_nothing(balancer: httpx.Client, nodes: list[type[Node]]) -> None:
-    """It is ready all the while: the engines elsewhere are."""
-    one, two = nodes
-    one.alive = two.alive = 503
-    try:
-        eventually(lambda: status(balancer, "/v1/models") == 503, 20)
-        two.alive = 200
-        eventually(lambda: status(balancer, "/v1/models") == 200, 20)
-        assert {status(balancer) for _ in range(10)} == {200}
-    finally:
-        one.alive = two.alive = 200
+        setattr(one, said, 200)
+        setattr(two, said, 200)
 
 
 def test_the_balancer_waits_longer_than_any_answer_takes() -> None:
