@@ -89,7 +89,8 @@ class Child:
             env={**os.environ, **(env or {})}, start_new_session=True,
         )  # fmt: skip
         self._replies: Queue[str] = Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -128,4 +129,9 @@ class Child:
                 self._process.wait(5)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
-        self._log.close()
+        self._process.wait()
+        # What it read from has ended with the group.
+        self._reader.join(5)
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            with suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]

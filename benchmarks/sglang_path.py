@@ -20,7 +20,6 @@ What it does not do: load weights, or measure a scheduler.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import mmap
 import os
@@ -38,8 +37,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gateway
 from benchmarks.sglang_fleet import Child
+from deploy.gpu_e2e.clients import Clients
 from deploy.gpu_e2e.closed_loop import Timing, summary
-from deploy.gpu_e2e.stages import STAGGER_S, load_child, load_http
+from deploy.gpu_e2e.stages import STAGGER_S, load_child
 from load_tests.target import free_port, get
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,7 +281,8 @@ def in_process(pace: Path, logs: Path) -> tuple[Child, dict[str, Side]]:
     return child, {side: Side(child._process.pid, load(side)) for side in ("sglang", "engine")}
 
 
-def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], Side]:
+def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """The application's process and address."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with (logs / "http.log").open("w") as log:
@@ -295,7 +296,7 @@ def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], Side]:
             gateway.end(process)
             raise RuntimeError(f"the application did not come up: {logs}")
         time.sleep(0.5)
-    return process, Side(process.pid, functools.partial(load_http, url))
+    return process, url
 
 
 def _environment(pace: Path) -> dict[str, str]:
@@ -366,9 +367,14 @@ def main() -> None:
         finally:
             child.close()
     if "http" in wanted:
-        process, side = served(path, logs)
+        process, url = served(path, logs)
+
+        def load(streams: int, requests: int, tokens: int, stagger_s: float = 0.0) -> list[Timing]:
+            return clients.load(streams, requests, tokens, LOAD_S, stagger_s)
+
         try:
-            take("http", side)
+            with Clients(url, logs, 1) as clients:
+                take("http", Side(process.pid, load))
         finally:
             gateway.end(process)
     print(json.dumps(results["compared"], indent=1))

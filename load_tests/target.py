@@ -99,10 +99,11 @@ def _commit() -> str | None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, from below those that the system hands out by itself: a server that takes a
-    while to start must not find it taken by another's outgoing connection or by a port asked for as 0."""
+    """A port that nothing listens on, from below those that the system hands out by itself and those from 30000 on
+    that Serve's ingress processes take: a server that takes a while to start must not find it taken by another's
+    outgoing connection or by a port asked for as 0."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

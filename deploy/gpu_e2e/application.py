@@ -20,6 +20,8 @@ import psutil
 import yaml
 
 from load_tests.target import free_port, get
+from serve_app import proxy
+from serve_app.config import load_config
 from serve_app.launch import SERVE_SWITCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -51,6 +53,7 @@ class Application:
 
     Attributes:
         url: its address, without a trailing slash. start_s: seconds until it was ready, once it is.
+        in_front: what takes the connections, for the report.
     """
 
     def __init__(self, name: str, tree: dict[str, Any], nodes: list[dict[str, Any]], logs: Path) -> None:
@@ -62,7 +65,17 @@ class Application:
         self._config = self.temp_dir / "config.yaml"
         self._config.write_text(yaml.safe_dump(tree))
         self.url = f"http://127.0.0.1:{free_port()}"
-        self._environment = {**os.environ, **ENVIRONMENT, "DDTREE_CONFIG": str(self._config)}
+        # Several nodes on one machine would give their HAProxies the same ports.
+        choice = proxy.choose("auto" if len(nodes) == 1 else "serve", os.environ)
+        self.in_front = choice.why if choice.binary else f"Serve's proxy, {choice.why}"
+        self._environment = {
+            **os.environ, **ENVIRONMENT, "DDTREE_CONFIG": str(self._config),
+            **proxy.switches(choice, load_config(tree, use_env=False).ingress.request_timeout_s),
+        }  # fmt: skip
+        if choice.binary:
+            places = self.temp_dir / "hp"
+            places.mkdir(mode=0o700)
+            self._environment |= proxy.local_switches(str(places), "127.0.0.1")
         spec = json.dumps({"temp_dir": str(self.temp_dir / "ray"), "nodes": nodes})
         self._cluster = self._spawn("cluster", ["deploy.gpu_e2e.cluster", spec])
         self._launch: subprocess.Popen[str] | None = None

@@ -40,25 +40,30 @@ class Timing:
 
 
 async def closed_loop(
-    one: Callable[[int], Awaitable[Timing]], streams: int, requests: int, stagger_s: float = 0.0
+    one: Callable[[int], Awaitable[Timing]],
+    streams: int,
+    numbers: Sequence[int],
+    stagger_s: float = 0.0,
+    began: float | None = None,
 ) -> list[Timing]:
-    """`requests` answers, numbered from 0, `streams` at a time, which begin `stagger_s` apart.
+    """The answers of these numbers, `streams` at a time, which begin `stagger_s` apart, the first at `began`
+    (`time.perf_counter`, which all processes of a machine share; default: now).
 
     A request counts from when its stream was free to ask, not from when the event loop came to it: where the requests
     of many streams are made one after the other, the last one has waited.
     """
-    numbers, timings = iter(range(requests)), []
-    began = time.perf_counter()
+    left, timings = iter(numbers), []
+    began = time.perf_counter() if began is None else began
 
     async def stream(index: int) -> None:
         due = began + index * stagger_s
         await asyncio.sleep(due - time.perf_counter())
-        for number in numbers:
+        for number in left:
             timing = await one(number)
             timing.sent, due = due, timing.end
             timings.append(timing)
 
-    await asyncio.gather(*(stream(index) for index in range(min(streams, requests))))
+    await asyncio.gather(*(stream(index) for index in range(min(streams, len(numbers)))))
     return sorted(timings, key=lambda timing: timing.number)
 
 

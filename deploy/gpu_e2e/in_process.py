@@ -63,7 +63,7 @@ def _page(registry: Any) -> str:
 
 
 async def _load(engine: Any, request: dict[str, Any]) -> list[Timing]:
-    how = request["streams"], request["requests"], request["stagger_s"]
+    how = request["streams"], range(request["requests"]), request["stagger_s"]
     if request["through"] == "engine":
         return await closed_loop(through_engine(engine, request["questions"], request["tokens"]), *how)
     host = engine._host

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.gpu_e2e import panels, report, stages
+from deploy.gpu_e2e.clients import Clients
 from deploy.gpu_e2e.phases import Phase
 from deploy.gpu_e2e.settings import Machine
 
@@ -123,7 +124,7 @@ class Run:
         assert phase.app is not None
         end = time.monotonic() + min(self.left(), self._options.ready_s)
         phase.app.wait_ready(end - time.monotonic())
-        found: dict[str, Any] = {"http_s": phase.app.start_s}
+        found: dict[str, Any] = {"http_s": phase.app.start_s, "in_front": phase.app.in_front}
         if phase.child is not None:
             try:
                 if phase.child.start_s is None:
@@ -153,9 +154,10 @@ class Run:
             found: dict[str, Any] = {}
             self.report["stages"][name] = found  # kept as far as it came
             return stages.killed(app, options.kill_streams, tokens, min(left, 145.0), found)
-        load = stages.Throughput(app, phase.child, options.levels, options.tokens, options.rounds)
-        self.report["stages"][name] = load.result  # likewise
-        return load.run(left)
+        with Clients(app.url, self._logs, stages.CLIENTS) as clients:
+            load = stages.Throughput(app, phase.child, clients, options.levels, options.tokens, options.rounds)
+            self.report["stages"][name] = load.result  # likewise
+            return load.run(left)
 
     def _stage(self, name: str, work: Callable[[], dict[str, Any]], limit_s: float) -> bool:
         """Run it within its time, keep its result or its failure, save. Whether it came to its end."""

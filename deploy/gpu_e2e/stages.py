@@ -5,51 +5,28 @@ What this module does not do: order them, or limit their time (`run` does).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from benchmarks.sglang_fleet import Child, questions
+from benchmarks.sglang_fleet import Child
 from deploy.gpu_e2e import cases, checks, kill, panels
 from deploy.gpu_e2e.application import ROOT, Application
-from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, summary
+from deploy.gpu_e2e.clients import QUESTIONS, Clients
+from deploy.gpu_e2e.closed_loop import Timing, summary
 from deploy.gpu_e2e.report import compare
-from deploy.gpu_e2e.settings import MODEL_ID
 from load_tests import scrape
 from load_tests.target import get
 
-QUESTIONS = questions(200)
 SIDES = ("http", "engine", "sglang")
 
 
 # Between the starts of two streams. All at once would stay in step, each of them waiting for the others' prompts.
 STAGGER_S = 0.01
-
-
-def load_http(url: str, streams: int, requests: int, tokens: int, stagger_s: float = 0.0) -> list[Timing]:
-    async def run() -> list[Timing]:
-        # No limit of its own: the run's alarm ends what hangs.
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
-            # Connections are made before the clock runs: in process there are none.
-            await asyncio.gather(*(_touch(session, url) for _ in range(streams)))
-            one = http_stream(session, url, MODEL_ID, QUESTIONS, tokens)
-            return await closed_loop(one, streams, requests, stagger_s)
-
-    return asyncio.run(run())
-
-
-async def _touch(session: aiohttp.ClientSession, url: str) -> None:
-    async with session.get(f"{url}/health") as answer:
-        await answer.read()
+CLIENTS = 4
 
 
 def load_child(
@@ -63,12 +40,14 @@ class Throughput:
     """One mode's closed loops, HTTP and in process in turns, the other side idle meanwhile.
 
     Args:
-        app, child: ready; no child measures HTTP alone. levels: numbers of streams. tokens: of each answer.
-        result: filled as it goes, so that what was measured is kept whatever happens.
+        app, child: ready; no child measures HTTP alone. clients: of that app. levels: numbers of streams.
+        tokens: of each answer. result: filled as it goes, so that what was measured is kept whatever happens.
     """
 
-    def __init__(self, app: Application, child: Child | None, levels: Sequence[int], tokens: int, rounds: int) -> None:
-        self._app, self._child, self._levels = app, child, levels
+    def __init__(
+        self, app: Application, child: Child | None, clients: Clients, levels: Sequence[int], tokens: int, rounds: int
+    ) -> None:
+        self._app, self._child, self._clients, self._levels = app, child, clients, levels
         self._tokens, self._rounds = tokens, rounds
         self.result: dict[str, Any] = {"levels": {}, "start_s": {"http": app.start_s}}
         if child is not None:
@@ -98,18 +77,13 @@ class Throughput:
         timings: dict[str, list[list[Timing]]] = {side: [] for side in self._sides()}
         level: dict[str, Any] = {"compared": compare({}, {})}
         self.result["levels"][str(streams)] = level
-        before, busy = self._counters("http"), 0.0
+        before, self._clients.busiest = self._counters("http"), 0.0
         for number in range(self._rounds):
             # The sides take turns in who is first.
             for side in self._sides() if number % 2 == 0 else reversed(self._sides()):
-                began, cpu = time.monotonic(), time.process_time()
                 timings[side].append(self._load(side, streams, requests, self._tokens, left_s, STAGGER_S))
-                if side == "http":
-                    share = (time.process_time() - cpu) / (time.monotonic() - began)
-                    busy = max(busy, share)
             level |= {side: summary(rounds) for side, rounds in timings.items()}
-            # Near 1 the client was the limit; in process its part is the engine's own.
-            level["client_cpu"] = round(busy, 3)
+            level["client_cpu"] = self._clients.busiest
             level["http"]["acceptance_length"] = _change(before, self._counters("http"))["acceptance_length"]
             if self._child is not None:
                 level["compared"] = compare(level["http"], level["engine"])
@@ -127,7 +101,7 @@ class Throughput:
         self, side: str, streams: int, requests: int, tokens: int, left_s: float, stagger_s: float = 0.0
     ) -> list[Timing]:
         if side == "http":
-            return load_http(self._app.url, streams, requests, tokens, stagger_s)
+            return self._clients.load(streams, requests, tokens, left_s, stagger_s)
         assert self._child is not None
         return load_child(self._child, side, streams, requests, tokens, left_s, stagger_s)
 
@@ -176,7 +150,7 @@ def locust(app: Application, users: int, seconds: float, logs: Path, left_s: flo
         done = subprocess.run(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=left_s, check=False)
     if not (out / "report.json").exists():
         said = (logs / "locust.log").read_text()[-1500:]
-        return {"failed": f"exit code {done.returncode}: {said}", "instead": _rising(app, users, step)}
+        return {"failed": f"exit code {done.returncode}: {said}", "instead": _rising(app, users, step, logs, left_s)}
     report = json.loads((out / "report.json").read_text())
     return {
         "gate": report["slo"],
@@ -194,9 +168,10 @@ def _short(summarised: Mapping[str, Any]) -> dict[str, Any]:
     return {name: summarised[name] for name in kept if name in summarised}
 
 
-def _rising(app: Application, users: int, step: int) -> dict[str, Any]:
+def _rising(app: Application, users: int, step: int, logs: Path, left_s: float) -> dict[str, Any]:
     levels = range(step, users + 1, step)
-    return {str(n): summary([load_http(app.url, n, 2 * n, 64)]) for n in levels}
+    with Clients(app.url, logs, CLIENTS) as clients:
+        return {str(n): summary([clients.load(n, 2 * n, 64, left_s)]) for n in levels}
 
 
 def dashboards(app: Application, before: panels.Scrape, prometheus: panels.Prometheus | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import pytest
 from dashboards.expressions import Expression, expressions
 from deploy.gpu_e2e import kill, panels, report, run
 from deploy.gpu_e2e.__main__ import STAGES
+from deploy.gpu_e2e.clients import Clients
 from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, spread_ms, summary
 from deploy.gpu_e2e.phases import Phase, phases
 from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
@@ -61,7 +62,7 @@ async def test_a_closed_loop_runs_each_request_once_and_no_more_than_its_streams
         running -= 1
         return Timing(number)
 
-    made = await closed_loop(one, 4, 20)
+    made = await closed_loop(one, 4, range(20))
     assert [timing.number for timing in made] == list(range(20)) and most == 4
 
 
@@ -73,7 +74,7 @@ async def test_a_request_counts_from_when_its_stream_was_free_to_ask() -> None:
         timing.end = time.perf_counter()
         return timing
 
-    first, second, *later = await closed_loop(one, 2, 4)
+    first, second, *later = await closed_loop(one, 2, range(4))
     assert first.sent == second.sent <= first.end
     assert {timing.sent for timing in later} <= {first.end, second.end, *(timing.end for timing in later)}
 
@@ -83,7 +84,7 @@ async def test_streams_can_begin_apart() -> None:
         await asyncio.sleep(0.1)  # so that the first stream does not take both
         return Timing(number)
 
-    apart = await closed_loop(one, 2, 2, stagger_s=0.01)
+    apart = await closed_loop(one, 2, range(2), stagger_s=0.01)
     assert apart[1].sent - apart[0].sent == pytest.approx(0.01)
 
 
@@ -105,13 +106,20 @@ def test_a_summary_adds_up_rounds_without_the_time_between_them() -> None:
 
 class _Frames(BaseHTTPRequestHandler):
     frames: tuple[str, ...] = ()
+    delay_s = 0.0
 
     def do_POST(self) -> None:
+        time.sleep(self.delay_s)
         self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
         self.end_headers()
         for frame in self.frames:
             self.wfile.write(f"data: {frame}\n\n".encode())
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -144,6 +152,34 @@ async def test_an_answer_over_http_is_whole_or_an_error(frames: tuple[str, ...],
             else:
                 made = await one(0)
                 assert (made.text, len(made.stamps), made.tokens) == expected
+        server.shutdown()
+
+
+def test_the_clients_share_a_load(tmp_path: Path) -> None:
+    # So slow that no stream takes the request of one that has not begun.
+    handler = type("Handler", (_Frames,), {"frames": (_chunk("a"), USAGE, "[DONE]"), "delay_s": 0.2})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Clients(f"http://127.0.0.1:{server.server_port}", tmp_path, 2) as clients:
+            made = clients.load(3, 7, 7, 60, stagger_s=0.01)
+            again = clients.load(1, 2, 7, 60)
+        server.shutdown()
+    assert [timing.number for timing in made] == list(range(7)) and {timing.tokens for timing in made} == {7}
+    # A stream's first request counts from its turn, whichever client has it.
+    first = min(timing.sent for timing in made)
+    assert {0, 1, 2} <= {round((timing.sent - first) / 0.01, 6) for timing in made}
+    assert [timing.number for timing in again] == [0, 1] and clients.busiest > 0
+
+
+def test_a_client_that_meets_a_broken_answer_fails_the_load(tmp_path: Path) -> None:
+    handler = type("Handler", (_Frames,), {"frames": (_chunk("a"),)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with (
+            Clients(f"http://127.0.0.1:{server.server_port}", tmp_path, 2) as clients,
+            pytest.raises(RuntimeError, match="the stream was cut"),
+        ):
+            clients.load(2, 2, 7, 60)
         server.shutdown()
 
 
