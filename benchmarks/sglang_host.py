@@ -143,7 +143,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.modes, int(arguments.batches), arguments.top)), flush=True)
         os._exit(0)  # SGLang's threads are not asked
-    environment = {"SGLANG_DDTREE_DIRECT_REPLAY": "1", **os.environ, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
     for mode in arguments.modes.split(","):
         for batch in arguments.batches.split(","):
             own = [__file__, "--one", "--modes", mode, "--batches", batch, "--top", str(arguments.top)]

@@ -106,8 +106,7 @@ class DirectReplay:
 
     def _refused(self, in_graphs: bool) -> Preparation | None:
         """Why no step of this server is replayed directly."""
-        # Off until its answers have been compared on a GPU: an emulation has no streams that could race.
-        if os.environ.get(SWITCH, "0") != "1":
+        if os.environ.get(SWITCH) == "0":
             return Preparation.OFF
         if not self._planner.active:
             return Preparation.PLAN

@@ -185,22 +185,31 @@ def _decided(path: tuple[int, ...], undecided: dict[tuple[int, ...], set[int]]) 
     return path
 
 
-def traffic(
+def traffic(fleet: Fleet, name: str, seconds: float, workers: int) -> dict[str, Any]:
+    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools."""
+    return left_behind(fleet, name, send_traffic(fleet, name, seconds, workers))
+
+
+def send_traffic(
     fleet: Fleet, name: str, seconds: float, workers: int, lengths: tuple[int, ...] = (1, 5, 20, 60, 200)
 ) -> dict[str, Any]:
-    """Mixed requests of `workers` clients with aborts for a while, then what is left in the pools. `lengths`: limits
-    that answers are given."""
-    child = fleet.child(name)
+    """What became of the requests, and how many verify forwards they took. `lengths`: limits that answers are given.
+    Asks the engine `name` alone, so that others can be asked meanwhile."""
     before = verify_steps(fleet, name)
     limit = max(min(seconds, fleet.left() - 25), 1)
     asked = {"prompts": prompts(100), "seconds": limit, "workers": workers, "schema": SCHEMA, "regex": REGEX}
-    asked["lengths"] = lengths
-    counts = child.ask("traffic", fleet.left(), **asked)
+    counts = fleet.child(name).ask("traffic", fleet.left(), **asked, lengths=lengths)["counts"]
+    return {"counts": counts, "seconds": limit, "forwards": verify_steps(fleet, name) - before}
+
+
+def left_behind(fleet: Fleet, name: str, sent: dict[str, Any]) -> dict[str, Any]:
+    """What was sent, and then the fallbacks, the pools and some greedy answers."""
+    counted = {key: value for key, value in counters(fleet, name).items() if "fallbacks" in key}
     after = fleet.greedy(name, prompts(4), 32)
     return {
-        "counts": counts["counts"],
-        "forwards": verify_steps(fleet, name) - before,
-        "pool": child.ask("pool", fleet.left())["state"],
+        **sent,
+        "fallbacks": counted,
+        "pool": fleet.child(name).ask("pool", fleet.left())["state"],
         "afterwards": fleet.compare(after, fleet.greedy("ar", prompts(4), 32), prompts(4)),
     }
 

@@ -28,11 +28,13 @@ EXACT = {
 EIGHT = {"max_running_requests": 8}
 MLA = {**EXACT, "grammar_backend": "none", "skip_tokenizer_init": True}
 FLASHINFER = {**EXACT, **EIGHT, "attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"}
-TWO = {"tp_size": 2, "disable_custom_all_reduce": True}
+# Over NCCL alone: FlashInfer's fused all-reduce, which SGLang takes for this model, uses NVLink multicast.
+TWO = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 # name: (mode, changed arguments, environment)
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "ar": ("ar", {**EXACT, "cuda_graph_max_bs_decode": 16}, {}),
     "ddtree": ("ddtree-32", EXACT, {}),  # 16 running, graphs up to 8: both kinds of step in one batch's life
+    "soak": ("ddtree-32", {**EXACT, **EIGHT}, {}),
     "dflash": ("dflash", {**EXACT, **EIGHT}, {}),
     "chain": ("ddtree-15", {**EXACT, **EIGHT, "speculative_eagle_topk": 1}, {}),
     "eager": ("ddtree-32", {**EXACT, "disable_cuda_graph": True}, {}),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.gpu import checks
 from tests.gpu.drafter_parity import parity
 from tests.gpu.fleet import Fleet
 
-MODES = "ar,ddtree,dflash,chain,eager,page16,wide,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
+MODES = "ar,soak,ddtree,dflash,chain,eager,page16,wide,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
 TWO_GPUS = "tp2-ar,tp2"
 CONTEXT = 2048  # of `fleet`'s engines
 LONG = (1, 20, 200, 700)  # tokens of the soak's answers: most of its time is to be verify steps, not prompts
@@ -38,6 +39,22 @@ def run(fleet: Fleet) -> None:
             return  # nothing to compare with
         lengths = {number: len(output["ids"]) for number, output in enumerate(expected) if len(output["ids"]) > 90}
         fleet.report["ending"] = [number for number, length in lengths.items() if length < tokens][:8]
+    if "soak" in names:
+        fleet.stage("soak start", lambda: fleet.child("soak").start_s)
+    with ThreadPoolExecutor(1) as beside:
+        soak = beside.submit(_soak, fleet) if "soak" in names else None
+        _check(fleet, expected)
+        if soak is not None:
+            fleet.stage("soak", lambda: checks.left_behind(fleet, "soak", soak.result(max(1.0, fleet.left()))))
+
+
+def _soak(fleet: Fleet) -> dict[str, Any]:
+    return checks.send_traffic(fleet, "soak", fleet.arguments.soak, 3, LONG)
+
+
+def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
+    """Everything but the soak, which runs beside it."""
+    names = fleet.names()
     if "ddtree" in names:
         fleet.stage("ddtree alone", lambda: checks.identity(fleet, "ddtree", expected[:24], one_by_one=True))
         fleet.stage("ddtree steady counters", lambda: checks.counters(fleet, "ddtree"))
@@ -64,13 +81,11 @@ def run(fleet: Fleet) -> None:
         fleet.stage("limits", lambda: checks.limits(fleet, "ddtree"))
         fleet.stage("grammars", lambda: checks.grammars(fleet, "ddtree"))
         fleet.stage("law", lambda: checks.law(fleet, "ddtree", 3000))
-    for name in ("page16", "flashinfer16"):
+    for name in ("ddtree", "page16", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
     if "tp2" in names:
         fleet.stage("tp2 identity", lambda: checks.mla(fleet, "tp2", "tp2-ar"))
-    if "ddtree" in names:
-        fleet.stage("ddtree traffic", lambda: checks.traffic(fleet, "ddtree", fleet.arguments.soak, 3, LONG))
 
 
 def main() -> None:
@@ -80,7 +95,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--soak", type=float, default=90, help="seconds of mixed traffic at the end")
+    parser.add_argument("--soak", type=float, default=90, help="seconds of mixed traffic beside everything else")
     parser.add_argument("--stagger", type=float, default=0, help="seconds that the first engine starts ahead")
     parser.add_argument("--ready", type=float, default=300, help="seconds after which an engine that is not up failed")
     parser.add_argument("--modes", default=MODES)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
+from serve_app.sglang_plugin.direct import SWITCH
 from tests.gpu import checks
 from tests.gpu.checks import NEAR_TIE
 from tests.gpu.fleet import Fleet
@@ -39,8 +40,9 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     fleet = Fleet(
         argparse.Namespace(
             model=Path(os.environ["MODEL"]), drafter=Path(os.environ["DRAFTER"]), out=out, modes=modes,
-            seconds=float(os.environ.get("SECONDS_LIMIT", "800")), prompts=100, tokens=128, stagger=20, ready=400,
-            soak=float(os.environ.get("SOAK_SECONDS", "120")),
+            seconds=float(os.environ.get("SECONDS_LIMIT", "800")), prompts=100, tokens=128, ready=400,
+            stagger=float(os.environ.get("STAGGER_SECONDS", "20")),
+            soak=float(os.environ.get("SOAK_SECONDS", "240")),
         )
     )  # fmt: skip
     try:
@@ -102,6 +104,13 @@ def test_steady_state_has_no_fallbacks(stages: dict[str, Any]) -> None:
     counts = stages["ddtree steady counters"]
     assert not fallbacks(counts)
     assert all(counts[f"ddtree_graph_replays_total{{role={role}}}"] > 0 for role in ("target", "draft"))
+
+
+@pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason="SGLang is to prepare every replay")
+def test_steady_greedy_steps_are_replayed_directly(stages: dict[str, Any]) -> None:
+    counts = stages["ddtree steady counters"]
+    found = {key: value for key, value in counts.items() if key.startswith("ddtree_step_preparations_total")}
+    assert set(found) == {"ddtree_step_preparations_total{how=direct}"}
 
 
 def test_a_batch_beyond_the_graphs_is_counted_with_that_reason(stages: dict[str, Any]) -> None:
@@ -166,9 +175,9 @@ def test_samples_follow_ars_law(stages: dict[str, Any], filters: str) -> None:
     assert len(table[0]) > 4 and chi2_contingency(table).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", ["ddtree", "page16", "flashinfer16"])
+@pytest.mark.parametrize("name", ["soak", "ddtree traffic", "page16 traffic", "flashinfer16 traffic"])
 def test_traffic_with_aborts_leaves_nothing_behind(stages: dict[str, Any], name: str) -> None:
-    found = stages[f"{name} traffic"]
+    found = stages[name]
     assert found["pool"]["sglang:kv_used_tokens"] == 0
     left = found["pool"]["sglang:kv_available_tokens"] + found["pool"]["sglang:kv_evictable_tokens"]
     assert left == found["pool"]["sglang:max_total_num_tokens"]
@@ -178,8 +187,8 @@ def test_traffic_with_aborts_leaves_nothing_behind(stages: dict[str, Any], name:
     assert explained(found["afterwards"])
 
 
-def test_the_soak_was_long(stages: dict[str, Any]) -> None:
-    assert stages["ddtree traffic"]["forwards"] >= 20_000
+def test_the_soak_was_long_and_without_fallbacks(stages: dict[str, Any]) -> None:
+    assert stages["soak"]["forwards"] >= 20_000 and not stages["soak"]["fallbacks"]
 
 
 def test_the_drafter_is_the_embedded_engines(stages: dict[str, Any]) -> None:

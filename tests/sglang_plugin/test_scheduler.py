@@ -19,13 +19,12 @@ from tests.sglang_plugin.conftest import DEVICE
 
 pytestmark = pytest.mark.timeout(900)
 
-DIRECTLY = {"SGLANG_DDTREE_DIRECT_REPLAY": "1"}
 WAYS = {
     "ar": {},
-    "direct": DIRECTLY,
-    "prepared by SGLang": {},
-    "planned by SGLang": {**DIRECTLY, "SGLANG_DDTREE_PLAN_IN_STEP": "0"},
-    "committed after the graph": {**DIRECTLY, "SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"},
+    "direct": {},
+    "prepared by SGLang": {"SGLANG_DDTREE_DIRECT_REPLAY": "0"},
+    "planned by SGLang": {"SGLANG_DDTREE_PLAN_IN_STEP": "0"},
+    "committed after the graph": {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"},
 }
 
 
