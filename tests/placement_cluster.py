@@ -24,10 +24,12 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
+from deploy.gpu_e2e.cluster import add_node, keep_to
 from serve_app.build import bind
 from serve_app.config import load_config
-from tests.conftest import FAKE_ENGINE, RAY_STARTS, chat, free_port
+from tests.conftest import FAKE_ENGINE, chat, free_port
 
+STORE_BYTES = 80 * 1024 * 1024
 PREEMPTION = 2  # DrainNodeReason
 NODE_READER = "tests.fake_node:read"
 
@@ -38,7 +40,9 @@ def main() -> None:
     os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{directory}/gcs"})
     cluster = Cluster()
     try:
-        add_node(cluster, num_cpus=4, temp_dir=directory, include_dashboard=False)
+        add_node(
+            cluster, num_cpus=4, temp_dir=keep_to(directory), include_dashboard=False, object_store_memory=STORE_BYTES
+        )
         run(cluster)
     finally:
         ray.shutdown()
@@ -46,20 +50,11 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def add_node(cluster: Cluster, **options: Any) -> Any:
-    """Ray gives a node 30 s to start, which a busy machine can miss, so try again."""
-    for attempt in range(1, RAY_STARTS + 1):
-        try:
-            return cluster.add_node(object_store_memory=80 * 1024 * 1024, **options)
-        except Exception:
-            if attempt == RAY_STARTS:
-                raise
-
-
 def add_gpu_node(cluster: Cluster, role: str, name: str) -> Any:
     return add_node(
-        cluster, num_cpus=4, num_gpus=8, resources={"accelerator_type:B300": 1}, labels={"role": role, "name": name}
-    )
+        cluster, num_cpus=4, num_gpus=8, resources={"accelerator_type:B300": 1}, labels={"role": role, "name": name},
+        object_store_memory=STORE_BYTES,
+    )  # fmt: skip
 
 
 def run(cluster: Cluster) -> None:

@@ -76,7 +76,7 @@ class Application:
             places = self.temp_dir / "hp"
             places.mkdir(mode=0o700)
             self._environment |= proxy.local_switches(str(places), "127.0.0.1")
-        spec = json.dumps({"temp_dir": str(self.temp_dir / "ray"), "nodes": nodes})
+        spec = json.dumps({"directory": str(self.temp_dir), "nodes": nodes})
         self._cluster = self._spawn("cluster", ["deploy.gpu_e2e.cluster", spec])
         self._launch: subprocess.Popen[str] | None = None
         self._failure: str | None = None

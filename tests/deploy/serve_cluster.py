@@ -23,9 +23,10 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 from ray.util.placement_group import placement_group_table
 
+from deploy.gpu_e2e.cluster import add_node, keep_to
 from tests.conftest import chat, free_port
 from tests.deploy.configs import ALL, only_app, read
-from tests.placement_cluster import add_node, until
+from tests.placement_cluster import STORE_BYTES, until
 
 APP = "default"
 NODES = 4
@@ -37,10 +38,11 @@ def main() -> None:
     cluster = Cluster()
     try:
         # As the head of docs/deploy.md and k8s/: it takes nothing that needs a CPU.
-        add_node(cluster, num_cpus=0, temp_dir=str(directory), include_dashboard=False, labels={"name": "head"})
+        add_node(cluster, num_cpus=0, temp_dir=keep_to(str(directory)), include_dashboard=False,
+                 object_store_memory=STORE_BYTES, labels={"name": "head"})  # fmt: skip
         for index in range(NODES):
             add_node(cluster, num_cpus=24, num_gpus=8, resources={"accelerator_type:B300": 1},
-                     labels={"name": f"n{index}"})  # fmt: skip
+                     object_store_memory=STORE_BYTES, labels={"name": f"n{index}"})  # fmt: skip
         ray.init(address=cluster.address, log_to_driver=False, namespace="serve")
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})

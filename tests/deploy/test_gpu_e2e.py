@@ -6,9 +6,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +22,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from ray._raylet import GcsClient
 
 from dashboards.expressions import Expression, expressions
 from deploy.gpu_e2e import kill, panels, report, run
@@ -219,6 +224,31 @@ def test_two_gpus_get_one_replica_on_each_node_and_one_over_both() -> None:
 def test_every_stage_belongs_to_a_phase() -> None:
     assert sorted(stage for phase in phases(GPU, STAGES) for stage in phase.stages) == sorted(STAGES)
     assert [phase.name for phase in phases(GPU, ["kill", "ar"])] == ["two", "ar"]
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_has_the_nodes_that_were_asked_for_wherever_ray_has_not_run_before() -> None:
+    """Ray's class for clusters fails there after it has started the first node, and a second attempt made two."""
+    with tempfile.TemporaryDirectory(prefix="e2e-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        elsewhere = Path(directory) / "unused"
+        elsewhere.mkdir()
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
+        spec = json.dumps({"directory": directory, "nodes": [{"num_cpus": 1, "num_gpus": 0}]})
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "deploy.gpu_e2e.cluster", spec], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**environment, "TMPDIR": str(elsewhere)},
+        )  # fmt: skip
+        with process:
+            line = process.stdout.readline()  # type: ignore[union-attr]
+            try:
+                nodes = GcsClient(address=json.loads(line)["address"]).get_all_node_info(timeout=30)
+                assert len(nodes) == 1
+                assert not list(elsewhere.iterdir()), "nobody else is told of it"
+            finally:
+                process.stdin.close()  # type: ignore[union-attr]
+                process.wait(60)
 
 
 # -- panels ------------------------------------------------------------------------------------------------------------
