@@ -1,6 +1,7 @@
 """DDTREE against AR and DFLASH on one GPU, all in one run: engines start side by side and take turns.
 
     python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
+    python benchmarks/sglang_gpu.py MODEL DRAFTER --tp 2       several ranks; heads are added where they do not shard
     python benchmarks/sglang_gpu.py MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
 A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=1:PLAN_IN_STEP=0` compares
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import random_llama
 from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
 from benchmarks.sglang_trace import busy, read_kernels, step_phases
+from benchmarks.sharded import write_pair
 
 MODES = "ar,dflash,ddtree-8,ddtree-16,ddtree-32,ddtree-64,ar-eager"
 BATCHES = "1,2,4,8,16,32"
@@ -101,6 +103,8 @@ def main() -> None:
     if arguments.random:
         target, drafter = map(str, random_llama.write(arguments.logs / "random", Path(arguments.model)))
         more |= {"load_format": "dummy", "speculative_draft_load_format": "dummy", "context_length": 4096}
+    elif arguments.tp > 1:
+        target, drafter = map(str, write_pair(Path(target), Path(drafter), arguments.logs / "sharded", arguments.tp))
     if arguments.out.exists():
         result |= json.loads(arguments.out.read_text())
     batches = [int(size) for size in arguments.batches.split(",")]

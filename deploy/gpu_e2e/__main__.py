@@ -8,7 +8,6 @@ came to its end, 1 when one failed; missed targets are in the report.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -29,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     # The servers are asked directly, whatever proxy the environment names.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
     gpus = 0 if options.cpu else options.gpus if options.gpus is not None else _gpus()
+    from benchmarks.sharded import write_pair
     from deploy.gpu_e2e.phases import phases
     from deploy.gpu_e2e.run import Options, Run
     from deploy.gpu_e2e.settings import Machine
@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     levels = [int(n) for n in options.streams.split(",")]
     model = with_tools(options.model, options.work / "model")
-    machine = Machine(model, options.drafter, gpus, options.dtype, options.budget, max(levels), _heads(options.model))
+    sharded = (model, options.drafter)
+    if gpus > 1 and "tp2" in wanted:
+        sharded = write_pair(model, options.drafter, options.work / "sharded", 2)
+    machine = Machine(model, options.drafter, gpus, options.dtype, options.budget, max(levels), sharded)
     run = Run(
         machine,
         Options(
@@ -83,10 +86,6 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     options.work = options.work or Path(tempfile.mkdtemp(prefix="gpu-e2e-"))
     options.model, options.out, options.work = (p.resolve() for p in (options.model, options.out, options.work))
     return options
-
-
-def _heads(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["num_attention_heads"])
 
 
 def _prepare_cpu() -> None:

@@ -89,7 +89,7 @@ def phases(machine: Machine, wanted: Sequence[str]) -> list[Phase]:
         ]
         tree = settings.tree(machine, "ddtree", replicas=2, whole_node=True)
         found.append(Phase("two-nodes", tree, nodes, False, ["nodes"]))
-    if "tp2" in wanted and machine.gpus >= 2 and machine.heads % 2 == 0:
+    if "tp2" in wanted and machine.gpus >= 2:
         tree = settings.tree(machine, "ddtree", num_gpus=2)
-        found.append(Phase("tp2-app", tree, [{"num_cpus": cpus, "num_gpus": 2}], False, ["tp2"]))
+        found.append(Phase("tp2-app", tree, [{"num_cpus": cpus, "num_gpus": 2}], False, ["tp2"], early=bool(found)))
     return found

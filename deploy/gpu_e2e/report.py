@@ -109,7 +109,8 @@ def _stage(name: str, stage: Mapping[str, Any]) -> str:
 
 
 def _throughput(stage: Mapping[str, Any]) -> str:
-    head = ("streams", "side", "tok/s", "TTFT p50/p95/p99 ms", "ITL p50/p95/p99 ms", "TPOT p50 ms", "tokens/chunk",
+    head = ("streams", "side", "tok/s", "TTFT p50/p95/p99 ms", "mean, in SGLang + outside, ms",
+            "ITL p50/p95/p99 ms", "TPOT p50 ms", "tokens/chunk",
             "acceptance", "against in process")  # fmt: skip
     rows = []
     for streams, level in stage["levels"].items():
@@ -121,7 +122,9 @@ def _throughput(stage: Mapping[str, Any]) -> str:
             said = ""
             if compared.get("ratio") is not None:
                 said = f"× {compared['ratio']}, TTFT {compared['ttft_added_ms']['p50']:+} ms"
-            rows.append((streams, side, numbers["tok_s"], _three(numbers["ttft_ms"]), _three(numbers["itl_ms"]),
+            parts = numbers.get("ttft_in_sglang_ms"), numbers.get("ttft_outside_ms")
+            rows.append((streams, side, numbers["tok_s"], _three(numbers["ttft_ms"]),
+                         None if None in parts else f"{parts[0]} + {parts[1]}", _three(numbers["itl_ms"]),
                          (numbers["tpot_ms"] or {}).get("p50"), numbers["tokens_per_chunk"],
                          numbers["acceptance_length"], said))  # fmt: skip
     lines = [_table(head, rows)]

@@ -70,8 +70,6 @@ class Run:
         signal.signal(signal.SIGALRM, _ring)
         signal.signal(signal.SIGTERM, self._terminate)
         try:
-            if "tp2" in self._options.stages and self._machine.gpus > 1 and self._machine.heads % 2:
-                self._note("tp2", {"skipped": f"{self._machine.heads} heads do not shard over two ranks"}, 0.0)
             for number, phase in enumerate(phases):
                 self._phase(phase, phases[number + 1 :])
         except OutOfTime:

@@ -31,8 +31,8 @@ class Machine:
 
     Attributes:
         model, drafter: directories. gpus: how many there are; 0 rehearses on a CPU, where SGLang cannot draft.
-        heads: of the model's attention; ranks share it if they divide them.
         streams: the largest concurrency, which is also the largest batch and captured graph.
+        sharded: directories of both with heads that two ranks can share.
     """
 
     model: Path
@@ -41,7 +41,7 @@ class Machine:
     dtype: str
     budget: int
     streams: int
-    heads: int
+    sharded: tuple[Path, Path]
 
     @property
     def cpu(self) -> bool:
@@ -53,11 +53,10 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
     cpu = machine.cpu
     drafts = mode != "ar" and not cpu
     arguments = dict(ON_A_CPU if cpu else {**ON_A_GPU, "cuda_graph_max_bs_decode": machine.streams})
-    if num_gpus > 1:
-        arguments["disable_custom_all_reduce"] = True
+    model, drafter = machine.sharded if num_gpus > 1 else (machine.model, machine.drafter)
     settings: dict[str, Any] = {
         "model": {
-            "id": MODEL_ID, "source": str(machine.model), "drafter": str(machine.drafter) if drafts else None,
+            "id": MODEL_ID, "source": str(model), "drafter": str(drafter) if drafts else None,
             "dtype": "float32" if cpu else machine.dtype, "device": "cpu" if cpu else "cuda",
         },
         "speculation": {"method": METHODS[mode] if drafts else "none", "budget": machine.budget},

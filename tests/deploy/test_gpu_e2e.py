@@ -4,7 +4,6 @@ it has. The run itself needs a GPU, or SGLang on a CPU (`--cpu`)."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 import re
@@ -37,8 +36,10 @@ from serve_app.config import load_config
 from serve_app.engines.sglang.arguments import server_arguments
 from tests.conftest import ROOT
 
-GPU = Machine(Path("/m"), Path("/d"), gpus=2, dtype="float16", budget=32, streams=64, heads=8)
-CPU = Machine(Path("/m"), Path("/d"), gpus=0, dtype="float16", budget=32, streams=4, heads=9)
+GPU = Machine(
+    Path("/m"), Path("/d"), gpus=2, dtype="float16", budget=32, streams=64, sharded=(Path("/two"), Path("/two-d"))
+)
+CPU = Machine(Path("/m"), Path("/d"), gpus=0, dtype="float16", budget=32, streams=4, sharded=(Path("/m"), Path("/d")))
 
 
 SMOLLM2 = (
@@ -217,8 +218,12 @@ def test_two_gpus_get_one_replica_on_each_node_and_one_over_both() -> None:
     assert server_arguments(both, Path("/m"), None, both.sglang.server_args)["tp_size"] == 2
     halves = load_config(found["two"].tree, use_env=False).replica
     assert (halves.num_replicas, halves.num_gpus) == (2, 0.5)
-    nine = dataclasses.replace(GPU, heads=9)
-    assert "tp2-app" not in {phase.name for phase in phases(nine, STAGES)}, "nine heads do not shard over two ranks"
+
+
+def test_two_ranks_serve_the_model_with_heads_that_they_can_share() -> None:
+    assert (one := load_config(tree(GPU, "ddtree"), use_env=False).model).source == "/m" and one.drafter == "/d"
+    two = load_config(tree(GPU, "ddtree", num_gpus=2), use_env=False).model
+    assert (two.source, two.drafter) == ("/two", "/two-d")
 
 
 def test_every_stage_belongs_to_a_phase() -> None:

@@ -6,7 +6,9 @@ What this module does not do: start engines (`fleet`).
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
+from statistics import median
 from typing import Any
 
 from benchmarks.sglang_fleet import chat_prompts as prompts
@@ -31,6 +33,14 @@ def identity(fleet: Fleet, name: str, expected: list[dict[str, Any]], *, one_by_
     asked = prompts(len(expected))
     found = fleet.greedy(name, asked, fleet.arguments.tokens, one_by_one=one_by_one)
     return fleet.compare(found, expected, asked)
+
+
+def two_ranks(fleet: Fleet, name: str, reference: str, count: int) -> dict[str, Any]:
+    """`count` prompts through both engines of two ranks."""
+    asked = prompts(count)
+    expected = fleet.greedy(reference, asked, fleet.arguments.tokens)
+    found = fleet.greedy(name, asked, fleet.arguments.tokens)
+    return fleet.compare(found, expected, asked, reference) | {"counters": counters(fleet, name)}
 
 
 def graph_and_eager(fleet: Fleet, graph: str, eager: str, count: int, tokens: int) -> dict[str, Any]:
@@ -123,6 +133,17 @@ def prefix_cache(fleet: Fleet, name: str) -> dict[str, Any]:
     expected = fleet.greedy("ar", second, 64)
     cached = [min(output["cached"] for output in outputs) for outputs in found]
     return {"least cached": cached, "turns": [fleet.compare(outputs, expected, second) for outputs in found]}
+
+
+def first_tokens(fleet: Fleet, names: tuple[str, ...]) -> dict[str, float]:
+    """Median milliseconds to the first token of a prompt by itself, half of it cached, in each engine; in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for prompt in prompts(180)[150:]:
+        for name in names:
+            began = time.perf_counter()
+            fleet.greedy(name, [prompt], 1)
+            taken[name].append(time.perf_counter() - began)
+    return {name: round(1e3 * median(seconds), 2) for name, seconds in taken.items()}
 
 
 def grammars(fleet: Fleet, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sglang_fleet import Child, engine_arguments
+from benchmarks.sharded import write_pair
 
 GREEDY = {"temperature": 0.0, "ignore_eos": False}
 EXACT = {
@@ -40,17 +41,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "eager": ("ddtree-32", {**EXACT, "disable_cuda_graph": True}, {}),
     "page16": ("ddtree-32", {**EXACT, **EIGHT, "page_size": 16}, {}),
     "wide": ("ddtree-64", {**EXACT, **EIGHT}, {}),
+    # As servers are by default: prompts, too, replay from graphs.
+    "prompts": (
+        "ddtree-32",
+        {**EXACT, **EIGHT, "disable_prefill_cuda_graph": False, "cuda_graph_max_bs_prefill": 512},
+        {},
+    ),
     "plain": ("ddtree-32", {**EXACT, **EIGHT}, {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"}),
     "bf16": ("ddtree-32", EIGHT, {}),
     "flashinfer": ("ddtree-32", FLASHINFER, {}),
     "flashinfer16": ("ddtree-32", {**FLASHINFER, "page_size": 16}, {}),
     "mla-ar": ("ar", MLA, {}),
     "mla": ("ddtree-16", MLA, {}),
-    "tp2-ar": ("ar", {**MLA, **TWO}, {}),  # the laptop model's nine heads do not shard
+    "tp2-ar": ("ar", {**MLA, **TWO}, {}),
     "tp2": ("ddtree-16", {**MLA, **TWO}, {}),
+    # The laptop model with heads added, over SGLang's own all-reduce.
+    "two-ar": ("ar", {**EXACT, **EIGHT, "tp_size": 2}, {}),
+    "two": ("ddtree-32", {**EXACT, **EIGHT, "tp_size": 2}, {}),
 }
 # SGLang itself then raises when an idle engine's pools do not add up.
-ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+ENVIRONMENT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    # Ranks of two start while the others fill one of their GPUs.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
 
 
 class Fleet:
@@ -79,6 +93,8 @@ class Fleet:
             model, drafter = self.arguments.model, self.arguments.drafter
             if name.startswith(("mla", "tp2")):
                 model, drafter = self._mla
+            elif name.startswith("two"):
+                model, drafter = self._two
             fields = engine_arguments(str(model), str(drafter), mode, **changes)
             if name == "eager":
                 env = {**env, "DDTREE_DUMP": str(self.out / "drafts.pt")}
@@ -91,6 +107,10 @@ class Fleet:
         from tests.gpu.mla_model import write_mla
 
         return write_mla(self.out.parent / "mla")
+
+    @cached_property
+    def _two(self) -> tuple[Path, Path]:
+        return write_pair(self.arguments.model, self.arguments.drafter, self.out.parent / "two", 2)
 
     def child(self, name: str) -> Child:
         """The engine, ready. Raises RuntimeError when it failed to start, LookupError when it was not asked for."""

@@ -21,8 +21,11 @@ from tests.gpu import checks
 from tests.gpu.drafter_parity import parity
 from tests.gpu.fleet import Fleet
 
-MODES = "ar,soak,ddtree,dflash,chain,eager,page16,wide,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
-TWO_GPUS = "tp2-ar,tp2"
+MODES = "ar,soak,ddtree,dflash,chain,eager,page16,wide,prompts,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
+TWO_GPUS = "tp2-ar,tp2,two-ar,two"
+IDENTITY = (
+    "ddtree", "dflash", "chain", "page16", "wide", "prompts", "plain", "bf16", "flashinfer", "flashinfer16"
+)  # fmt: skip
 CONTEXT = 2048  # of `fleet`'s engines
 LONG = (1, 20, 200, 700)  # tokens of the soak's answers: most of its time is to be verify steps, not prompts
 
@@ -54,13 +57,24 @@ def _soak(fleet: Fleet) -> dict[str, Any]:
 
 def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
     """Everything but the soak, which runs beside it."""
-    names = fleet.names()
+    names, count = fleet.names(), fleet.arguments.prompts
     if "ddtree" in names:
         fleet.stage("ddtree alone", lambda: checks.identity(fleet, "ddtree", expected[:24], one_by_one=True))
         fleet.stage("ddtree steady counters", lambda: checks.counters(fleet, "ddtree"))
         fleet.stage("ddtree batch sizes", lambda: checks.batch_sizes(fleet, "ddtree", expected[:32]))
         fleet.stage("ddtree counters", lambda: checks.counters(fleet, "ddtree"))
-    for name in ("ddtree", "dflash", "chain", "page16", "wide", "plain", "bf16", "flashinfer", "flashinfer16"):
+    for name in (
+        "ddtree",
+        "dflash",
+        "chain",
+        "page16",
+        "wide",
+        "prompts",
+        "plain",
+        "bf16",
+        "flashinfer",
+        "flashinfer16",
+    ):
         if name in names:
             fleet.stage(f"{name} identity", lambda n=name: checks.identity(fleet, n, expected, one_by_one=False))
     if "eager" in names:
@@ -72,7 +86,9 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
         fleet.stage("drafter parity", lambda: parity(*paths))
     if "mla" in names:
         fleet.stage("mla identity", lambda: checks.mla(fleet, "mla", "mla-ar"))
-    for name in ("ddtree", "page16"):
+    if "prompts" in names:
+        fleet.stage("first tokens", lambda: checks.first_tokens(fleet, ("ar", "ddtree", "prompts")))
+    for name in ("ddtree", "page16", "prompts"):
         if name in names:
             fleet.stage(f"{name} context end", lambda n=name: checks.context_end(fleet, n, CONTEXT))
             fleet.stage(f"{name} prefix cache", lambda n=name: checks.prefix_cache(fleet, n))
@@ -81,11 +97,13 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
         fleet.stage("limits", lambda: checks.limits(fleet, "ddtree"))
         fleet.stage("grammars", lambda: checks.grammars(fleet, "ddtree"))
         fleet.stage("law", lambda: checks.law(fleet, "ddtree", 3000))
-    for name in ("ddtree", "page16", "flashinfer16"):
+    for name in ("ddtree", "page16", "prompts", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
     if "tp2" in names:
         fleet.stage("tp2 identity", lambda: checks.mla(fleet, "tp2", "tp2-ar"))
+    if "two" in names:
+        fleet.stage("two ranks", lambda: checks.two_ranks(fleet, "two", "two-ar", count))
 
 
 def main() -> None:

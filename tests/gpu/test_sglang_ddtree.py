@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif("DRAFTER" not in os.environ, reason="set MODEL and DRAFTER"),
 ]
-TREES = ["ddtree", "page16", "wide", "plain", "flashinfer", "flashinfer16"]
+TREES = ["ddtree", "page16", "wide", "prompts", "plain", "flashinfer", "flashinfer16"]
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,19 @@ def test_latent_attention_gives_ars_tokens(stages: dict[str, Any]) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_give_ars_tokens(stages: dict[str, Any]) -> None:
     assert explained(stages["tp2 identity"], "bfloat16") and stages["tp2 identity"]["acceptance_length"] > 1
+    found = stages["two ranks"]
+    assert explained(found) and found["equal"] >= 0.4 * found["of"] and not fallbacks(found["counters"])
+    # As many drafts are accepted as by one rank.
+    one = stages["ddtree identity"]["acceptance_length"]
+    assert found["acceptance_length"] == pytest.approx(one, rel=0.05)
 
 
 def test_a_chain_is_dflash(stages: dict[str, Any]) -> None:
-    ours, theirs = stages["chain identity"], stages["dflash identity"]
-    assert ours == theirs, "the same tokens, differing from AR's at the same places, in as many steps"
+    ours, theirs = dict(stages["chain identity"]), dict(stages["dflash identity"])
+    # Which requests share a batch decides between drafts that are all but equal, for DFLASH itself from run to run.
+    lengths = [found.pop("acceptance_length") for found in (ours, theirs)]
+    assert ours == theirs, "the same tokens, differing from AR's at the same places"
+    assert lengths[0] == pytest.approx(lengths[1], rel=1e-3)
 
 
 def test_a_tree_accepts_more_than_the_chain(stages: dict[str, Any]) -> None:
@@ -128,13 +136,13 @@ def test_an_engine_without_graphs_counts_every_forward(stages: dict[str, Any]) -
     assert not any(key.startswith("ddtree_graph_replays_total") for key in counts)
 
 
-@pytest.mark.parametrize("name", ["ddtree", "page16"])
+@pytest.mark.parametrize("name", ["ddtree", "page16", "prompts"])
 def test_prompts_at_the_end_of_the_context(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} context end"]
     assert explained(found) and found["lengths"] == [room - 2 for room in found["rooms"]]
 
 
-@pytest.mark.parametrize("name", ["ddtree", "page16"])
+@pytest.mark.parametrize("name", ["ddtree", "page16", "prompts"])
 def test_cached_prefixes(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} prefix cache"]
     assert all(explained(turn) for turn in found["turns"]) and min(found["least cached"]) >= 16
@@ -175,7 +183,9 @@ def test_samples_follow_ars_law(stages: dict[str, Any], filters: str) -> None:
     assert len(table[0]) > 4 and chi2_contingency(table).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("name", ["soak", "ddtree traffic", "page16 traffic", "flashinfer16 traffic"])
+@pytest.mark.parametrize(
+    "name", ["soak", "ddtree traffic", "page16 traffic", "prompts traffic", "flashinfer16 traffic"]
+)
 def test_traffic_with_aborts_leaves_nothing_behind(stages: dict[str, Any], name: str) -> None:
     found = stages[name]
     assert found["pool"]["sglang:kv_used_tokens"] == 0
