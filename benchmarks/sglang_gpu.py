@@ -40,9 +40,11 @@ BATCHES = "1,2,4,8,16,32"
 def machine() -> dict[str, Any]:
     """What the numbers hold for."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     trees = "spine first" if os.environ.get("SGLANG_DDTREE_SPINE_FIRST", "0") != "0" else "best first"
-    return {"gpu": gpu, **{name: version(name) for name in ("sglang", "torch", "triton")}, "trees": trees}
+    return {"gpu": gpus[0], "gpus": len(gpus), "trees": trees} | {
+        name: version(name) for name in ("sglang", "torch", "triton")
+    }
 
 
 def measure(child: Child, groups: list[list[str]], tokens: int, left: float) -> dict[str, float]:

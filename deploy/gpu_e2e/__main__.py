@@ -107,7 +107,8 @@ def _facts(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"gpus": gpus, "cpus": os.cpu_count(), "python": platform.python_version()}
     try:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        facts["gpu"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        facts["gpu"] = listed.partition("\n")[0]
     except (OSError, subprocess.SubprocessError):
         facts["gpu"] = "none"
     for name in ("sglang", "torch", "triton", "ray", "openai", "locust"):

@@ -67,7 +67,7 @@ class Application:
         self.url = f"http://127.0.0.1:{free_port()}"
         # Several nodes on one machine would give their HAProxies the same ports.
         choice = proxy.choose("auto" if len(nodes) == 1 else "serve", os.environ)
-        self.in_front = choice.why if choice.binary else f"Serve's proxy, {choice.why}"
+        self.in_front = choice.why.partition(" in ")[0] if choice.binary else f"Serve's proxy, {choice.why}"
         self._environment = {
             **os.environ, **ENVIRONMENT, "DDTREE_CONFIG": str(self._config),
             **proxy.switches(choice, load_config(tree, use_env=False).ingress.request_timeout_s),

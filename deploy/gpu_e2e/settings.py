@@ -15,8 +15,10 @@ MODEL_ID = "smollm2-135m"
 METHODS = {"ddtree": "ddtree", "dflash": "chain", "ar": "none"}
 # Engines of several phases may lie side by side on one GPU: their KV caches are sized by tokens, and idle ones sleep.
 ON_A_GPU: dict[str, Any] = {
-    "sampling_backend": "pytorch", "grammar_backend": "xgrammar", "disable_prefill_cuda_graph": True,
-    "random_seed": 1, "skip_server_warmup": True, "sleep_on_idle": True, "max_total_tokens": 131072,
+    "sampling_backend": "pytorch", "grammar_backend": "xgrammar", "random_seed": 1,
+    # Prompts replay from graphs, as SGLang has it by default; larger sizes take long to capture.
+    "cuda_graph_max_bs_prefill": 512,
+    "skip_server_warmup": True, "sleep_on_idle": True, "max_total_tokens": 131072,
 }  # fmt: skip
 # As tests/engines/sglang/conftest.py.
 ON_A_CPU: dict[str, Any] = {

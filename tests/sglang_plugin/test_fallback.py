@@ -103,3 +103,27 @@ def test_other_algorithms_are_not_counted(sglang: ModuleType, monkeypatch: pytes
     monkeypatch.setattr(metrics, "graph_fallback", lambda *_: pytest.fail("counted"))
     target = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm="DFLASH"), is_draft_worker=False)
     hooks.forward_raw(lambda *_: SimpleNamespace(can_run_graph=False), target, batch())
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_verification_that_no_decode_graph_fits_is_never_taken_for_a_prompt(sglang: ModuleType, verify: bool) -> None:
+    """The graphs of prompts know no tree mask."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    made = PrefillCudaGraphRunner.__new__(PrefillCudaGraphRunner)
+    made.__dict__.update(
+        _is_full_backend=False, prefill_backend_name="breakable", has_mha_companion_layers=False,
+        capture_hidden_mode=CaptureHiddenMode.FULL, max_num_tokens=512, capture_num_tokens=[297, 512],
+    )  # fmt: skip
+    asked = {
+        "batch_size": 9,
+        "num_tokens": 9 * 33,
+        "input_embeds": None,
+        "replace_embeds": None,
+        "prefix_lens": [5] * 9,
+    }
+    replays = made.can_replay_locally(
+        **asked, is_target_verify=verify, capture_hidden_mode=CaptureHiddenMode.FULL, return_logprob=False
+    )
+    assert replays is not verify
