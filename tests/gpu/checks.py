@@ -35,8 +35,8 @@ def identity(fleet: Fleet, name: str, expected: list[dict[str, Any]], *, one_by_
     return fleet.compare(found, expected, asked)
 
 
-def two_ranks(fleet: Fleet, name: str, reference: str, count: int) -> dict[str, Any]:
-    """`count` prompts through both engines of two ranks."""
+def several_ranks(fleet: Fleet, name: str, reference: str, count: int) -> dict[str, Any]:
+    """`count` prompts through both engines of several ranks."""
     asked = prompts(count)
     expected = fleet.greedy(reference, asked, fleet.arguments.tokens)
     found = fleet.greedy(name, asked, fleet.arguments.tokens)

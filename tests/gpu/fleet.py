@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.sglang_fleet import Child, engine_arguments
 from benchmarks.sharded import write_pair
 
@@ -29,8 +31,10 @@ EXACT = {
 EIGHT = {"max_running_requests": 8}
 MLA = {**EXACT, "grammar_backend": "none", "skip_tokenizer_init": True}
 FLASHINFER = {**EXACT, **EIGHT, "attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"}
+# As many as the machine has GPUs for, and both models' heads divide by.
+RANKS = next(ranks for ranks in (8, 4, 2) if ranks <= max(2, torch.cuda.device_count()))
 # Over NCCL alone: FlashInfer's fused all-reduce, which SGLang takes for this model, uses NVLink multicast.
-TWO = {"tp_size": 2, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+MLA_RANKS = {"tp_size": RANKS, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 # name: (mode, changed arguments, environment)
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "ar": ("ar", {**EXACT, "cuda_graph_max_bs_decode": 16}, {}),
@@ -53,16 +57,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "flashinfer16": ("ddtree-32", {**FLASHINFER, "page_size": 16}, {}),
     "mla-ar": ("ar", MLA, {}),
     "mla": ("ddtree-16", MLA, {}),
-    "tp2-ar": ("ar", {**MLA, **TWO}, {}),
-    "tp2": ("ddtree-16", {**MLA, **TWO}, {}),
+    "mla-ranks-ar": ("ar", {**MLA, **MLA_RANKS}, {}),
+    "mla-ranks": ("ddtree-16", {**MLA, **MLA_RANKS}, {}),
     # The laptop model with heads added, over SGLang's own all-reduce.
-    "two-ar": ("ar", {**EXACT, **EIGHT, "tp_size": 2}, {}),
-    "two": ("ddtree-32", {**EXACT, **EIGHT, "tp_size": 2}, {}),
+    "ranks-ar": ("ar", {**EXACT, **EIGHT, "tp_size": RANKS}, {}),
+    "ranks": ("ddtree-32", {**EXACT, **EIGHT, "tp_size": RANKS}, {}),
 }
 # SGLang itself then raises when an idle engine's pools do not add up.
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    # Ranks of two start while the others fill one of their GPUs.
+    # Several ranks start while the others fill one of their GPUs.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
 
@@ -91,10 +95,10 @@ class Fleet:
         for name in self.arguments.modes.split(","):
             mode, changes, env = CONFIGS[name]
             model, drafter = self.arguments.model, self.arguments.drafter
-            if name.startswith(("mla", "tp2")):
+            if name.startswith("mla"):
                 model, drafter = self._mla
-            elif name.startswith("two"):
-                model, drafter = self._two
+            if "ranks" in name:
+                model, drafter = write_pair(model, drafter, self.out.parent / f"sharded-{name}", RANKS)
             fields = engine_arguments(str(model), str(drafter), mode, **changes)
             if name == "eager":
                 env = {**env, "DDTREE_DUMP": str(self.out / "drafts.pt")}
@@ -107,10 +111,6 @@ class Fleet:
         from tests.gpu.mla_model import write_mla
 
         return write_mla(self.out.parent / "mla")
-
-    @cached_property
-    def _two(self) -> tuple[Path, Path]:
-        return write_pair(self.arguments.model, self.arguments.drafter, self.out.parent / "two", 2)
 
     def child(self, name: str) -> Child:
         """The engine, ready. Raises RuntimeError when it failed to start, LookupError when it was not asked for."""

@@ -22,7 +22,7 @@ from tests.gpu.drafter_parity import parity
 from tests.gpu.fleet import Fleet
 
 MODES = "ar,soak,ddtree,dflash,chain,eager,page16,wide,prompts,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
-TWO_GPUS = "tp2-ar,tp2,two-ar,two"
+SEVERAL_GPUS = "mla-ranks-ar,mla-ranks,ranks-ar,ranks"
 IDENTITY = (
     "ddtree", "dflash", "chain", "page16", "wide", "prompts", "plain", "bf16", "flashinfer", "flashinfer16"
 )  # fmt: skip
@@ -100,10 +100,10 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
     for name in ("ddtree", "page16", "prompts", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
-    if "tp2" in names:
-        fleet.stage("tp2 identity", lambda: checks.mla(fleet, "tp2", "tp2-ar"))
-    if "two" in names:
-        fleet.stage("two ranks", lambda: checks.two_ranks(fleet, "two", "two-ar", count))
+    if "mla-ranks" in names:
+        fleet.stage("mla ranks", lambda: checks.mla(fleet, "mla-ranks", "mla-ranks-ar"))
+    if "ranks" in names:
+        fleet.stage("ranks", lambda: checks.several_ranks(fleet, "ranks", "ranks-ar", count))
 
 
 def main() -> None:

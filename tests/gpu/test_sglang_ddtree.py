@@ -22,7 +22,7 @@ from serve_app.sglang_plugin.direct import SWITCH
 from tests.gpu import checks
 from tests.gpu.checks import NEAR_TIE
 from tests.gpu.fleet import Fleet
-from tests.gpu.sglang_bring_up import MODES, TWO_GPUS, run
+from tests.gpu.sglang_bring_up import MODES, SEVERAL_GPUS, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ TREES = ["ddtree", "page16", "wide", "prompts", "plain", "flashinfer", "flashinf
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     out = Path(os.environ.get("OUT") or tmp_path_factory.mktemp("bring_up"))
-    modes = f"{MODES},{TWO_GPUS}" if torch.cuda.device_count() > 1 else MODES
+    modes = f"{MODES},{SEVERAL_GPUS}" if torch.cuda.device_count() > 1 else MODES
     fleet = Fleet(
         argparse.Namespace(
             model=Path(os.environ["MODEL"]), drafter=Path(os.environ["DRAFTER"]), out=out, modes=modes,
@@ -78,9 +78,9 @@ def test_latent_attention_gives_ars_tokens(stages: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_give_ars_tokens(stages: dict[str, Any]) -> None:
-    assert explained(stages["tp2 identity"], "bfloat16") and stages["tp2 identity"]["acceptance_length"] > 1
-    found = stages["two ranks"]
+def test_several_ranks_give_ars_tokens(stages: dict[str, Any]) -> None:
+    assert explained(stages["mla ranks"], "bfloat16") and stages["mla ranks"]["acceptance_length"] > 1
+    found = stages["ranks"]
     assert explained(found) and found["equal"] >= 0.4 * found["of"] and not fallbacks(found["counters"])
     # As many drafts are accepted as by one rank.
     one = stages["ddtree identity"]["acceptance_length"]
