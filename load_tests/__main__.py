@@ -17,7 +17,7 @@ from typing import Any
 from load_tests import compare, slo
 from load_tests.arrivals import arrivals_of
 from load_tests.shapes import SHAPES, Shape
-from load_tests.target import TargetError, check_loopback, facts, get, model_of, started
+from load_tests.target import TargetError, check_loopback, facts, model_of, somebody_at, started
 from load_tests.workloads import DEFAULT_MIX, WORKLOADS, draw, parse_mix
 
 
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def _server(url: str, start: bool) -> Iterator[str]:
     base = check_loopback(url)
-    if get(f"{base}/v1/models") is not None or not start:
+    if not start or somebody_at(base):
         yield base
         return
     print("no server there: starting one", file=sys.stderr)
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
     from load_tests.recorder import Load
 
     with _server(options.url, options.start) as base:
-        model, about = model_of(base), facts(base)
+        model, about = model_of(base, options.api_key), facts(base, options.api_key)
         load = Load(
             model, draw(mix, options.seed, options.scale), budget=options.requests,
             request_timeout_s=options.timeout, api_key=options.api_key,
@@ -110,14 +110,16 @@ def _run(options: argparse.Namespace) -> int:
         timed = arrivals_of(shape, load, options) if shape.open_loop else None
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         result = run(base, load, shape, arrivals=timed, drain_s=options.drain, progress=not options.quiet)
-    report = build(result, shape, _config(options, mix), about | {"model": model}, goodput, conditions, when)
+    report = build(result, shape, _config(options, mix, base), about | {"model": model}, goodput, conditions, when)
     _save(options.out, report, result)
     return 0 if all(verdict["holds"] for verdict in report["slo"]) else 1
 
 
-def _config(options: argparse.Namespace, mix: dict[str, float]) -> dict[str, Any]:
+def _config(options: argparse.Namespace, mix: dict[str, float], base: str) -> dict[str, Any]:
+    """What a report says of its settings; `base`: the server that was loaded, which may be one started for it."""
     kept = {name: value for name, value in vars(options).items() if name not in ("do", "api_key", "quiet", "start")}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()} | {"mix": mix}
+    said = {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
+    return said | {"mix": mix, "url": base}
 
 
 def _save(out: Path, report: dict[str, Any], result: Any) -> None:

@@ -47,36 +47,53 @@ def check_loopback(url: str) -> str:
     return url.rstrip("/")
 
 
-def get(url: str, timeout_s: float = 10.0) -> bytes | None:
-    """Body of a 200; None for anything else."""
+def ask(url: str, timeout_s: float = 10.0, api_key: str | None = None) -> tuple[int | None, bytes]:
+    """Status and body; (None, b"") where nobody answers."""
     try:
-        with _DIRECT.open(url, timeout=timeout_s) as answer:
-            return bytes(answer.read()) if answer.status == 200 else None
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        with _DIRECT.open(request, timeout=timeout_s) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code, b""
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
-        return None
+        return None, b""
 
 
-def get_json(url: str) -> Any:
-    body = get(url)
+def get(url: str, timeout_s: float = 10.0, api_key: str | None = None) -> bytes | None:
+    """Body of a 200; None for anything else."""
+    status, body = ask(url, timeout_s, api_key)
+    return body if status == 200 else None
+
+
+def get_json(url: str, api_key: str | None = None) -> Any:
+    body = get(url, api_key=api_key)
     try:
         return None if body is None else json.loads(body)
     except ValueError:
         return None
 
 
-def model_of(base: str) -> str:
+def somebody_at(base: str) -> bool:
+    """Whether a server answers there, whatever it says: to load another one in its place would be a surprise."""
+    return ask(f"{base}/health")[0] is not None
+
+
+def model_of(base: str, api_key: str | None = None) -> str:
     """The id of the first model that is served. Raises TargetError."""
-    listed = get_json(f"{base}/v1/models")
+    status, body = ask(f"{base}/v1/models", api_key=api_key)
+    if status == 401:
+        raise TargetError(f"{base}: 401: " + ("it does not know the key of --api-key" if api_key else "give --api-key"))
     try:
-        return str(listed["data"][0]["id"])
-    except (TypeError, KeyError, IndexError):
+        return str(json.loads(body)["data"][0]["id"])
+    except (TypeError, KeyError, IndexError, ValueError):
         raise TargetError(f"{base} does not answer GET /v1/models") from None
 
 
-def facts(base: str) -> dict[str, Any]:
+def facts(base: str, api_key: str | None = None) -> dict[str, Any]:
     """What makes two reports comparable, or not: versions, commit, machine, and the server's own word."""
     return {
-        "server": get_json(f"{base}/server_info"),
+        "server": get_json(f"{base}/server_info", api_key),
         "version": (get_json(f"{base}/version") or {}).get("version"),
         "commit": _commit(),
         "python": sys.version.split()[0],

@@ -10,7 +10,8 @@ This module reads files and the environment and nothing else; "auto" values are 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -184,12 +185,19 @@ class ApiKey(_Frozen):
     that it may use, null for all. `priority`: batch requests wait until no interactive one does."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    hash: str = Field(pattern=r"^(sha256:[0-9a-f]{64}|scrypt:([0-9a-f]{2}){8,64}:[0-9a-f]{64})$", repr=False)
+    hash: str = Field(repr=False)
     models: list[str] | None = None
     requests_per_minute: float | None = Field(None, gt=0)
     tokens_per_minute: float | None = Field(None, gt=0)
     max_concurrent: int | None = Field(None, ge=1)
     priority: Literal["interactive", "batch"] = "interactive"
+
+    @field_validator("hash")
+    @classmethod
+    def _hash_is_one(cls, value: str) -> str:
+        if not re.fullmatch(r"sha256:[0-9a-f]{64}|scrypt:([0-9a-f]{2}){8,64}:[0-9a-f]{64}", value):
+            raise ValueError("must be sha256:… or scrypt:…, whole; python -m serve_app.admission NAME makes one")
+        return value
 
 
 class AdmissionConfig(_Frozen):
@@ -306,10 +314,18 @@ def load_config(
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A key has two levels; what follows names a branch of its type.
-        problems = [(".".join(str(p) for p in e["loc"][:2]), _said(e)) for e in error.errors()]
-        text = "; ".join(f"{where or 'config'}{_origin(where, env)}: {what}" for where, what in problems)
+        problems = [(*_place(e["loc"]), _said(e)) for e in error.errors()]
+        text = "; ".join(f"{where or 'config'}{_origin(key, env)}: {what}" for where, key, what in problems)
         raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
+
+
+def _place(location: Sequence[int | str]) -> tuple[str, str]:
+    """Where in the tree, with the item of a list and its field (`admission.keys[0].hash`), and the key alone."""
+    # A key has two levels; what follows is an item of a list, or names a branch of the key's type.
+    key, rest = ".".join(map(str, location[:2])), location[2:4]
+    if not rest or not isinstance(rest[0], int):
+        return key, key
+    return "".join((f"{key}[{rest[0]}]", *(f".{name}" for name in rest[1:]))), key
 
 
 def _said(problem: Any) -> str:

@@ -1,9 +1,9 @@
 """`python -m serve_app.launch`: `serve run serve_app:app` on a port of choice, with a word when it is ready.
 
-It runs Ray's own command in this process, after starting Serve on the asked address (`serve run` takes an address
-only from a file) in a Ray of its own, unless RAY_ADDRESS names a cluster. All it adds is Serve's switches, the check of
-the port, the wait for the first generated token, one line to try, and a drain before the end. Configuration is the
-environment's.
+It does what Ray's own command does, on the asked address (`serve run` takes one only from a file), in a Ray of its own
+unless RAY_ADDRESS names a cluster. What it adds: Serve's switches, checks before anything starts, the wait for the first
+generated token, one line to try, a drain before the end, and an exit code and a last line that tell a failure from a
+stop. Configuration is the environment's.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from serve_app import proxy
 from serve_app.config import Config, load_config
-from serve_app.errors import ConfigError
+from serve_app.engines.checks import check_machine
+from serve_app.errors import ConfigError, ServeError
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ServeStatus
 
 POLL_S = 0.5
 APP_NAME = "default"  # what `serve run` calls it
+# A signal has asked for the end.
+_stopping = threading.Event()
 # Serve's shutdown has begun; to interrupt that would leave HAProxy and Ray behind.
 _ending = threading.Event()
 # The server is asked directly, whatever proxy the environment names.
@@ -48,7 +56,7 @@ SERVE_SWITCHES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of `serve run`, or 1 when nothing could be started."""
+    """Exit code: 0 after a stop that was asked for, 1 when the application could not be started."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.launch", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
@@ -65,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
             chosen = {} if options.proxy == "auto" else _proxy_switches(options.proxy, config)
             print("\n".join(f"export {name}={value}" for name, value in {**SERVE_SWITCHES, **chosen}.items()))
             return 0
+        if not os.environ.get("RAY_ADDRESS"):
+            check_machine(config)  # another cluster's nodes may have what this one lacks
         choice = _choose(options.proxy, options.host)
         _check_port(options.host, options.port)
     except ConfigError as error:
@@ -72,9 +82,15 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     base = f"http://{_in_url(reached)}:{options.port}"
-    threading.Thread(target=_announce, args=(base, config.model.id), daemon=True).start()
+    threading.Thread(target=_announce, args=(base, config), daemon=True).start()
     with _switched(choice, config, options.host):
-        return _serve_run(options.host, options.port)
+        failure = _serve(options.host, options.port, config)
+    # After everything that Ray has to say about its own end, which sounds worse than it is.
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    print("Stopped.", flush=True)
+    return 0
 
 
 def _choose(wanted: proxy.Wanted, host: str) -> proxy.Choice:
@@ -120,24 +136,60 @@ def _switched(choice: proxy.Choice, config: Config, host: str) -> Iterator[None]
         yield
 
 
-def _serve_run(host: str, port: int) -> int:
-    """`serve run serve_app:app`, whose shutdown path is KeyboardInterrupt: every way to stop ends there, drained."""
+def _serve(host: str, port: int, config: Config) -> str | None:
+    """Runs the application until it is stopped, drained; why it could not be started, or None. Every way to stop ends in
+    a KeyboardInterrupt."""
     import ray
     from ray import serve
-    from ray.serve.scripts import cli
+
+    from serve_app.build import bind
 
     try:
+        application = bind(config)
         # Without an address Ray would join any cluster that runs on this machine, and Serve replace its application.
         ray.init(address=os.environ.get("RAY_ADDRESS") or "local", namespace="serve")
         # After ray.init, which installs handlers of its own.
         _on_stop(_drain_first)
         serve.start(http_options={"host": host, "port": port})
-        cli(["run", "serve_app:app"], standalone_mode=False)
+        serve.run(application, name=APP_NAME)
+        while True:
+            signal.pause()
     except KeyboardInterrupt:
+        return None
+    except Exception as error:
+        # A drain deletes the application; where it had not started yet, that ends the wait for it.
+        if _stopping.is_set():
+            return None
+        _ending.set()
+        if isinstance(error, ServeError):
+            return error.message
+        traceback.print_exc()
+        return _cause(_status(), str(error))
+    finally:
+        _ending.set()
+        if ray.is_initialized():
+            serve.shutdown()
         ray.shutdown()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0
-    return 0
+
+
+def _status() -> ServeStatus | None:
+    import ray
+    from ray import serve
+
+    try:
+        return serve.status() if ray.is_initialized() else None
+    except Exception:
+        return None  # Serve itself is what failed
+
+
+def _cause(status: ServeStatus | None, otherwise: str) -> str:
+    """The last line of what a deployment's constructor raised, if one did."""
+    application = status.applications.get(APP_NAME) if status is not None else None
+    for name, deployment in application.deployments.items() if application is not None else ():
+        lines = deployment.message.strip().splitlines()
+        if deployment.status in ("UNHEALTHY", "DEPLOY_FAILED") and lines:
+            return f"deployment {name}: {lines[-1].strip()}"
+    return otherwise
 
 
 def _on_stop(handler: Callable[..., None]) -> None:
@@ -150,6 +202,7 @@ def _on_stop(handler: Callable[..., None]) -> None:
 def _drain_first(*_: object) -> None:
     """Serve's shutdown kills the proxies before anything else, which would cut running answers; deleting the
     application first lets them end, within the replicas' own time. A second signal does not wait."""
+    _stopping.set()
     _on_stop(_interrupt)
     # Not here: the main thread may be inside Ray, holding its locks.
     threading.Thread(target=_drain, daemon=True).start()
@@ -192,16 +245,18 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigError(reason, param="port") from None
 
 
-def _announce(base: str, model: str) -> None:
+def _announce(base: str, config: Config) -> None:
     while not _ready(base):
         time.sleep(POLL_S)
+    print(f"\nReady on {base}. Try:\n\n  {_example(base, config)}\n\nCtrl-C stops.", flush=True)
+
+
+def _example(base: str, config: Config) -> str:
+    """A command that asks the application something, for a shell."""
     messages = '[{"role": "user", "content": "Name three colours."}]'
-    body = f'{{"model": "{model}", "temperature": 0, "messages": {messages}}}'
-    print(
-        f"\nReady on {base}. Try:\n\n  curl {base}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d '{body}'\n\nCtrl-C stops.",
-        flush=True,
-    )
+    body = f'{{"model": "{config.model.id}", "temperature": 0, "messages": {messages}}}'
+    key = ' -H "Authorization: Bearer $KEY"' if config.admission.keys else ""
+    return f"curl {base}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
 def _ready(base: str) -> bool:

@@ -8,8 +8,11 @@ What this module does not do: run Grafana; `grafana/provisioning` and `dashboard
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import yaml
@@ -45,6 +48,16 @@ def command(prometheus: Path, data: Path, listen: str) -> list[str]:
     ]  # fmt: skip
 
 
+def answers(application: str) -> bool:
+    """Whether it is there, whatever proxy the environment names."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{application.rstrip('/')}/health", timeout=5):
+            return True
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.monitoring.run", description=__doc__)
     parser.add_argument("--application", default="http://127.0.0.1:8000", help="URL of any ingress")
@@ -61,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     options.data.mkdir(parents=True, exist_ok=True)
     (options.data / "prometheus.yml").write_text(configuration(options.application, options.interval))
     line = command(prometheus, options.data.resolve(), f"{options.host}:{options.port}")
+    if not answers(options.application):
+        print(f"no application answers on {options.application}; targets appear when one does", file=sys.stderr)
     print(f"Prometheus on http://{options.host}:{options.port}", flush=True)
     os.execv(line[0], line)
 

@@ -50,6 +50,7 @@ logger = logging.getLogger("ray.serve.ddtree.ingress")
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 GENERATIONS = "/v1/chat/completions", "/v1/completions"
 SESSION_HEADER, MAX_SESSION_CHARS = "x-session-id", 256
+MAX_QUOTED_CHARS = 100
 _SCHEMAS = "#/components/schemas/{model}"
 Wire = TypeVar("Wire", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 T = TypeVar("T")
@@ -59,8 +60,8 @@ def create_app(gateway: Gateway, *, sets_request_id: bool = True, direct: bool =
     """The application over `gateway`; see `RequestScope` for `sets_request_id`. `direct`: whether generations skip
     FastAPI's own layers, which makes no difference to a client."""
     app = Direct(
-        title="DDTree Serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
-        responses=_errors(404, 405, 500),
+        title="DDTree Serve", version=__version__, openapi_url=None, docs_url=None, redoc_url=None,
+        redirect_slashes=False, responses=_errors(404, 405, 500),
     )  # fmt: skip
     scope = partial(RequestScope, metrics=gateway.metrics, sets_request_id=sets_request_id, tracer=gateway.tracer)
     app.add_middleware(scope)
@@ -72,7 +73,7 @@ def create_app(gateway: Gateway, *, sets_request_id: bool = True, direct: bool =
     _add_models(app, gateway)
     _add_tokens(app, gateway)
     _add_operations(app, gateway)
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
+    _add_document(app)
     return app
 
 
@@ -174,6 +175,17 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
         return _json(await _short(gateway, request, gateway.backend.targets))
 
 
+def _add_document(app: FastAPI) -> None:
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
+
+    # FastAPI's own would be no route of an API to it, and so have no label in the metrics.
+    @app.head("/openapi.json", include_in_schema=False)
+    @app.get("/openapi.json", include_in_schema=False)
+    async def document(request: Request) -> Response:
+        prefix = request.scope.get("root_path", "").rstrip("/")
+        return _json(app.openapi() | ({"servers": [{"url": prefix}]} if prefix else {}))
+
+
 async def _metrics(gateway: Gateway) -> bytes:
     timeout_s = gateway.config.metrics.scrape_timeout_s
     pages: dict[str, str] = {}
@@ -214,7 +226,8 @@ async def _identified(gateway: Gateway, request: Request) -> Record:
 def _known(gateway: Gateway, request: Request, model: str) -> None:
     # To a key that may not use it a model does not exist.
     if model != gateway.config.model.id or not request.state.record.caller.may_use(model):
-        raise ModelNotFound("The model does not exist; GET /v1/models lists what is served.", param="model")
+        message = f"The model {_quoted(model)} does not exist; GET /v1/models lists what is served."
+        raise ModelNotFound(message, param="model")
     request.state.record.model = model
 
 
@@ -230,12 +243,19 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         failure = MethodNotAllowed("This route does not offer the method.")
     elif error.status_code == 404:
-        failure = RouteNotFound("There is no such route.")
+        path = _quoted(request.scope["path"])
+        failure = RouteNotFound(f"There is no such route: {path}. The API is under /v1; GET /openapi.json lists it.")
     else:
         raise ServeError("The server failed on this request.") from error
     request.state.record.error = failure
     headers = {**(error.headers or {}), **failure.headers()}
     return Response(orjson.dumps(failure.body()), failure.status, headers, "application/json")
+
+
+def _quoted(text: str) -> str:
+    """What a client asked for, at a length and in characters fit for an answer."""
+    shown = text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}…"
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
 
 
 def _json(value: Any) -> Response:

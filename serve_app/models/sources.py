@@ -65,6 +65,16 @@ def resolve(
     raise unknown(source)
 
 
+def check_source(source: str) -> None:
+    """Raise a ModelFetchError for a source that cannot be had, as far as that can be told without fetching it."""
+    if registry.find(source) is not None:
+        return
+    if is_local(source):
+        check_model(local_path(source))
+    elif not is_hub_id(source):
+        raise unknown(source)
+
+
 def unknown(source: str) -> ModelFetchError:
     """The error for a source that is nothing we know."""
     names = ", ".join(model.name for model in registry.all_known())

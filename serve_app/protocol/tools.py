@@ -79,7 +79,7 @@ def tool_fields(
             *(name for name, given in asked.items() if given),
             *(["parallel_tool_calls"] * (parallel is not None)),
         ):
-            raise Unsupported(f"{name} is not offered as given. Not offered: the model has no tool parser.", param=name)
+            raise Unsupported(f"{name}: this engine has no tool parser (sglang.tool_call_parser names one).", param=name)
         return {}
     if not tools:
         if choice not in (None, "none", "auto"):

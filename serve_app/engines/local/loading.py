@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer
 
 from serve_app.config import Config
+from serve_app.engines.checks import check_device
 from serve_app.engines.drafter import drafter_path
 from serve_app.engines.local.checkpoint import Checkpoint
 from serve_app.engines.local.drafter import Drafter, DrafterSpec
@@ -151,8 +152,7 @@ def _device(config: Config) -> torch.device:
     wanted = config.model.device
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda, but torch sees no CUDA device", param="model.device")
+    check_device(config)
     return torch.device(wanted)
 
 

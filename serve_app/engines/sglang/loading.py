@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.config import Config
+from serve_app.engines.checks import check_sglang
 from serve_app.engines.drafter import drafter_path
 from serve_app.engines.local.prompts import PromptRenderer
 from serve_app.engines.local.token_floor import TokenFloor
@@ -18,7 +19,6 @@ from serve_app.engines.sglang.requests import Offer
 from serve_app.engines.sglang.tooling import Tooling, check_parsers, has_grammars
 from serve_app.errors import ConfigError
 from serve_app.models import resolve
-from serve_app.sglang_plugin.plugin import PluginError, check_version
 
 # SGLang 0.5.17 stops two tokens before the end of the context.
 _CONTEXT_KEPT = 2
@@ -51,11 +51,7 @@ def prepare(config: Config) -> dict[str, Any]:
         ConfigError: SGLang is not installed or another release than the supported one, or a key cannot be used.
         ModelFetchError: files cannot be had.
     """
-    try:
-        check_version()  # the engine stands on internals as the plugin does
-    except PluginError as error:
-        hint = "install the extra [sglang], pip install 'ddtree-serve[sglang]'"
-        raise ConfigError(f"engine.kind sglang: {error}; {hint}", param="engine.kind") from error
+    check_sglang()
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
     from sglang.srt.server_args import ServerArgs
