@@ -16,7 +16,7 @@ class ServeError(Exception):
     """Base of everything raised on purpose in this package.
 
     Args:
-        message: one sentence for the person who sent the request; echoes nothing of theirs but a model's name or a path.
+        message: one sentence for the person who sent the request; of their input, at most a model's name or a path.
         param: the request field at fault, in OpenAI's dotted form (`messages[0].role`), or None.
         code: overrides the class's `code`.
         retry_after: seconds after which a retry makes sense (sent as `Retry-After`).

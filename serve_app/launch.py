@@ -1,7 +1,7 @@
 """`python -m serve_app.launch`: `serve run serve_app:app` on a port of choice, with a word when it is ready.
 
 It does what Ray's own command does, on the asked address (`serve run` takes one only from a file), in a Ray of its own
-unless RAY_ADDRESS names a cluster. What it adds: Serve's switches, checks before anything starts, the wait for the first
+unless RAY_ADDRESS names a cluster. It adds Serve's switches, checks before anything starts, the wait for the first
 generated token, one line to try, a drain before the end, and an exit code and a last line that tell a failure from a
 stop. Configuration is the environment's.
 """
@@ -137,8 +137,11 @@ def _switched(choice: proxy.Choice, config: Config, host: str) -> Iterator[None]
 
 
 def _serve(host: str, port: int, config: Config) -> str | None:
-    """Runs the application until it is stopped, drained; why it could not be started, or None. Every way to stop ends in
-    a KeyboardInterrupt."""
+    """Runs the application until it is stopped, drained. Every way to stop ends in a KeyboardInterrupt.
+
+    Returns:
+        Why the application could not be started, or None.
+    """
     import ray
     from ray import serve
 

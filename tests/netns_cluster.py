@@ -27,7 +27,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from tests.conftest import RAY_STARTS, chat
 from tests.netns import Network
-from tests.placement_cluster import Load, config, nodes, replicas, running, status, until
+from tests.placement_cluster import Load, config, names_given, nodes, replicas, running, status, until
 
 WORKERS = ("g1", "g2")
 HOSTS = ("store", "head", *WORKERS, "client")
@@ -111,6 +111,7 @@ class Nodes:
 
 
 def main() -> None:
+    wanted = names_given(__doc__)
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     try:
         with Network(*HOSTS) as network:
@@ -121,7 +122,7 @@ def main() -> None:
                 ready.start_worker(host)
             ready.start_client()
             # A driver needs a node of its own network; fork does not inherit a namespace that we are not in.
-            in_client(network, lambda: run(ready, sys.argv[1].split(",")))
+            in_client(network, lambda: run(ready, wanted))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -28,7 +28,7 @@ from ray.serve.schema import ServeDeploySchema
 from serve_app import proxy
 from tests.netns import Network
 from tests.netns_cluster import PORT, Long, Nodes, connect, in_client, merged, url_of, whole
-from tests.placement_cluster import Load, config, nodes, replicas, running, status, until
+from tests.placement_cluster import Load, config, names_given, nodes, replicas, running, status, until
 from tests.test_rolling import Load as Asking
 
 FIRST, SPARE = ("g1", "g2"), "g3"
@@ -39,6 +39,7 @@ PROXY_ACTOR, FALLBACK = "SERVE_PROXY_ACTOR-", "fallback-"
 
 
 def main() -> None:
+    size, *wanted = names_given(__doc__)
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ.update(proxy.cluster_switches(f"{directory}/hp"))
     try:
@@ -49,7 +50,6 @@ def main() -> None:
             for host in FIRST:
                 ready.start_worker(host)
             ready.start_client()
-            size, *wanted = sys.argv[1].split(",")
             in_client(network, lambda: run(ready, INGRESS_CPUS[size], wanted))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -5,6 +5,7 @@ Arguments: names of scenarios, joined by commas. Later ones build on the cluster
 Run by `test_placement`. A Ray process can be in one cluster at a time, and pytest's is in another.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -34,7 +35,15 @@ PREEMPTION = 2  # DrainNodeReason
 NODE_READER = "tests.fake_node:read"
 
 
+def names_given(about: str | None) -> list[str]:
+    """The command line's names of scenarios, to be read before anything is built. Exits for --help and without any."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", help="joined by commas")
+    return str(parser.parse_args().names).split(",")
+
+
 def main() -> None:
+    wanted = names_given(__doc__)
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     # The cluster's state outlives its server.
     os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{directory}/gcs"})
@@ -43,7 +52,7 @@ def main() -> None:
         add_node(
             cluster, num_cpus=4, temp_dir=keep_to(directory), include_dashboard=False, object_store_memory=STORE_BYTES
         )
-        run(cluster)
+        run(cluster, wanted)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -57,7 +66,7 @@ def add_gpu_node(cluster: Cluster, role: str, name: str) -> Any:
     )  # fmt: skip
 
 
-def run(cluster: Cluster) -> None:
+def run(cluster: Cluster, wanted: list[str]) -> None:
     gpu_nodes = {name: add_gpu_node(cluster, "gpu", name) for name in ("n0", "n1", "n2")}
     # Has GPUs and is not meant.
     add_gpu_node(cluster, "other", "wrong")
@@ -78,7 +87,6 @@ def run(cluster: Cluster) -> None:
         "drained": lambda: drained(cluster, url),
         "deleted": deleted,
     }
-    wanted = sys.argv[1].split(",")
     for name, scenario in scenarios.items():
         if name in wanted:
             began = time.monotonic()

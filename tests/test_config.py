@@ -66,6 +66,10 @@ def test_the_tree_is_frozen() -> None:
         ({"DDTREE_HOME": "/x"}, "home (from DDTREE_HOME): unknown key"),
         ({"DDTREE_SPECULATION__BUGDET": "3"}, "speculation.bugdet (from DDTREE_SPECULATION__BUGDET): unknown key"),
         ({"DDTREE_SPECULATION__BUDGET": "9999"}, "(from DDTREE_SPECULATION__BUDGET): must be from 0 to 512, or auto"),
+        (
+            {"DDTREE_ADMISSION__KEYS": "[{name: a, hash: b, limit: 3}]"},
+            "admission.keys[0].limit (from DDTREE_ADMISSION__KEYS): unknown key",
+        ),
         ({"DDTREE_ENGINE__MAX_RUNNING": "0"}, "must be greater than or equal to 1"),
     ],
 )

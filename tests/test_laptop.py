@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,11 +160,17 @@ def test_mixed_requests_at_once_answer_as_alone(served: Served, official: openai
         assert list(pool.map(ask, texts)) == alone
 
 
+def own_ray() -> dict[str, str]:
+    """The environment of a launcher beside the tests' own cluster."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
+    environment.pop(proxy.ENABLED, None)
+    return environment
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_the_launcher_serves_from_any_directory_says_so_drains_and_stops(tmp_path: Path, background: bool) -> None:
     port = free_port()
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
-    environment.pop(proxy.ENABLED, None)  # as the tests' own cluster has it
+    environment = own_ray()
     # A shell starts its background jobs with SIGINT ignored.
     command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh"] if background else []
     command += [sys.executable, "-m", "serve_app.launch", "--port", str(port)]
@@ -197,12 +204,42 @@ def test_the_launcher_serves_from_any_directory_says_so_drains_and_stops(tmp_pat
         assert '"finish_reason":"length"' in finish and done == "data: [DONE]"
         assert child.wait(60) == 0
         name = "the proxy of Serve" if proxy.choose("auto", environment).binary is None else "HAProxy"
-        assert f"In front: {name} (" in log.read_text(errors="replace")
+        said = log.read_text(errors="replace")
+        assert f"In front: {name} (" in said
+        assert said.splitlines()[-1] == "Stopped."
     finally:
         child.send_signal(signal.SIGTERM)
         child.wait(60)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+
+
+def test_a_stop_while_the_launcher_starts_is_no_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "serve_app.launch", "--port", str(free_port())]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(command, env=own_ray(), stdout=output, stderr=output)
+    try:
+        # The engine's constructor runs, or is about to.
+        eventually(
+            lambda: "deployment='engine'" in log.read_text(errors="replace") or child.poll() is not None, START_S
+        )
+        child.send_signal(signal.SIGINT)
+        code = child.wait(120)
+    finally:
+        child.kill()
+        child.wait()
+    said = log.read_text(errors="replace")
+    assert (code, said.splitlines()[-1]) == (0, "Stopped."), said[-3000:]
+
+
+def test_a_deployment_that_fails_is_the_launchers_failure_and_its_last_word() -> None:
+    command = [sys.executable, "-m", "serve_app.launch", "--port", str(free_port())]
+    env = own_ray() | {"DDTREE_MODEL__CONTEXT_LENGTH": "999999", "DDTREE_REPLICA__MAX_CONSTRUCTOR_RETRY_COUNT": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: deployment engine: .*context_length 999999 exceeds.*", done.stderr.splitlines()[-1])
+    assert "Stopped." not in done.stdout
 
 
 def test_the_launcher_names_a_taken_port(serve_port: int) -> None:

@@ -1,6 +1,10 @@
 """What the launcher does besides `serve run`; the whole of it runs in test_laptop."""
 
+import importlib.util
+import json
+import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -9,10 +13,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import torch
 from ray import serve
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ServeStatus
 
 from serve_app import launch
+from serve_app.config import load_config
 from serve_app.errors import ConfigError
+from tests.conftest import free_port
 
 
 class Ready(BaseHTTPRequestHandler):
@@ -82,6 +90,73 @@ def test_a_taken_port_is_told_with_its_address(host: str) -> None:
         with pytest.raises(ConfigError, match=re.escape(f"{launch._in_url(host)}:{port}")):
             launch._check_port(host, port)
     launch._check_port(host, port)
+
+
+MISSING = [
+    ({"DDTREE_MODEL__SOURCE": "nope"}, "model.source: 'nope' is neither a known model"),
+    ({"DDTREE_MODEL__SOURCE": "/no/such"}, "model.source: /no/such does not exist"),
+]
+if not torch.cuda.is_available():
+    MISSING.append(({"DDTREE_MODEL__DEVICE": "cuda"}, "model.device is cuda, but torch sees no CUDA device"))
+if importlib.util.find_spec("sglang") is None:
+    MISSING.append(({"DDTREE_ENGINE__KIND": "sglang"}, "engine.kind sglang: sglang is not installed"))
+
+
+def launched(port: int, **env: str) -> subprocess.CompletedProcess[str]:
+    """The launcher's end, where nothing is to be started."""
+    command = [sys.executable, "-m", "serve_app.launch", "--proxy", "serve", "--port", str(port)]
+    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.run(command, env={**kept, **env}, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(("env", "says"), MISSING)
+def test_what_this_machine_lacks_is_told_before_anything_starts(env: dict[str, str], says: str) -> None:
+    done = launched(free_port(), **env)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"error: {says}")
+
+
+def test_another_clusters_machines_are_not_this_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = launched(port, DDTREE_MODEL__SOURCE="/no/such", RAY_ADDRESS="127.0.0.1:9")
+    assert done.returncode == 1 and "cannot listen on" in done.stderr
+
+
+def status(**messages: tuple[str, str]) -> ServeStatus:
+    deployments = {
+        name: DeploymentStatusOverview(
+            status=said, status_trigger="REPLICA_STARTUP_FAILED", replica_states={}, message=message
+        )
+        for name, (said, message) in messages.items()
+    }
+    application = ApplicationStatusOverview(
+        status="DEPLOY_FAILED", message="", last_deployed_time_s=0, deployments=deployments
+    )
+    return ServeStatus(applications={launch.APP_NAME: application})
+
+
+def test_the_cause_is_the_end_of_what_a_constructor_raised() -> None:
+    trace = "The deployment failed to start. Error:\nTraceback:\n  in start\nserve_app.errors.ConfigError: no disk\n"
+    failed = status(exporters=("HEALTHY", "is well"), engine=("DEPLOY_FAILED", trace))
+    assert launch._cause(failed, "other") == "deployment engine: serve_app.errors.ConfigError: no disk"
+
+
+@pytest.mark.parametrize(
+    "known", [None, ServeStatus(), status(engine=("UPDATING", "waits"), ingress=("DEPLOY_FAILED", " "))]
+)
+def test_without_a_deployments_word_the_cause_is_what_was_raised(known: ServeStatus | None) -> None:
+    assert launch._cause(known, "other") == "other"
+
+
+def test_the_line_to_try_sends_a_key_where_one_is_needed() -> None:
+    key = {"name": "a", "hash": "sha256:" + "0" * 64}
+    open_one, keyed = (load_config({"admission": {"keys": keys}}, use_env=False) for keys in ([], [key]))
+    assert "Authorization" not in launch._example("http://h:1", open_one)
+    line = launch._example("http://h:1", keyed)
+    assert ' -H "Authorization: Bearer $KEY" ' in line
+    words = shlex.split(line)
+    assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
+    assert json.loads(words[words.index("-d") + 1])["model"] == keyed.model.id
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ ALLOWED = {
     },
     "build": {"logs", "tracing", "ingress", "replica", "exporter", "router", "engines.base", "topology"},
     "proxy": set(),
-    "launch": {"build", "proxy"},
+    "launch": {"build", "engines", "proxy"},
     "drain": set(),
     "capacity": set(),
     "": {"build"},

@@ -79,7 +79,8 @@ def tool_fields(
             *(name for name, given in asked.items() if given),
             *(["parallel_tool_calls"] * (parallel is not None)),
         ):
-            raise Unsupported(f"{name}: this engine has no tool parser (sglang.tool_call_parser names one).", param=name)
+            message = f"{name}: this engine has no tool parser (sglang.tool_call_parser names one)."
+            raise Unsupported(message, param=name)
         return {}
     if not tools:
         if choice not in (None, "none", "auto"):

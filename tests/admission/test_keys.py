@@ -48,8 +48,12 @@ async def test_every_entry_is_compared_even_after_a_match(monkeypatch: pytest.Mo
     "stored", ["plain", "sha256:12", "md5:" + "0" * 64, "scrypt:zz:" + "0" * 64, "sha256:" + "G" * 64]
 )
 def test_a_malformed_hash_is_refused_at_start(stored: str) -> None:
-    with pytest.raises(ConfigError, match=r"admission\.keys"):
-        load_config({"admission": {"keys": [{"name": "a", "hash": stored}]}}, use_env=False)
+    keys = [{"name": "a", "hash": sha256_hash("a")}, {"name": "b", "hash": stored}]
+    with pytest.raises(
+        ConfigError, match=r"admission\.keys\[1\]\.hash: .*serve_app\.admission NAME makes one"
+    ) as caught:
+        load_config({"admission": {"keys": keys}}, use_env=False)
+    assert caught.value.param == "admission.keys[1].hash" and stored not in caught.value.message
 
 
 @pytest.mark.parametrize("what", ["name", "hash"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -51,6 +54,36 @@ def test_containers_see_what_the_configuration_names() -> None:
     for pattern in (*watched(tree), *tree["rule_files"]):
         assert places[f"/etc/prometheus/{Path(pattern).parent}"].is_dir(), pattern
     assert all(place.exists() for place in places.values())
+
+
+@pytest.fixture
+def not_prometheus(tmp_path: Path) -> dict[str, str]:
+    """An environment whose Prometheus ends at once."""
+    program = tmp_path / "prometheus"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return {"PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_application_that_does_not_answer_is_told(
+    there: bool, not_prometheus: dict[str, str], tmp_path: Path
+) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}" if there else NOBODY
+        line = [sys.executable, "-m", "deploy.monitoring.run", "--application", url, "--data", str(tmp_path / "data")]
+        done = subprocess.run(line, env=not_prometheus, capture_output=True, text=True, timeout=60, check=True)
+        server.shutdown()
+        thread.join()
+    assert done.stdout.startswith("Prometheus on ")
+    assert ("no application answers on" in done.stderr) == (not there)
 
 
 def test_prometheus_starts_without_an_error(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ async def after(path: str, body: Any = None, **config: Any) -> Gateway:
         (CHAT, chat("a fail_at=0"), CHAT, "500", "fake"),
         (CHAT, chat("a b fail_at=1", stream=True), CHAT, "500", "fake"),
         ("/v1/models/made-up", None, "/v1/models/{model_id:path}", "404", "unknown"),
+        ("/openapi.json", None, "/openapi.json", "200", "unknown"),
         ("/made/up", None, "unmatched", "404", "unknown"),
         ("/also/made/up", None, "unmatched", "404", "unknown"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.ingress.routes import create_app
 from serve_app.protocol import Item, Job
 from tests.conftest import chat
 from tests.direct import direct_client, make_gateway
@@ -42,6 +43,24 @@ async def test_wrong_routes_and_methods_get_the_envelope(method: str, path: str,
     async with direct_client() as client:
         response = await client.request(method, path)
     assert (response.status_code, envelope(response)["code"]) == (status, code)
+
+
+async def test_an_unknown_path_is_told_with_where_the_routes_are() -> None:
+    async with direct_client() as client:
+        said = [envelope(await client.get(path))["message"] for path in ("/chat/completions", "/%0Aa%00" + "b" * 9999)]
+    known = "The API is under /v1; GET /openapi.json lists it."
+    assert said[0] == f"There is no such route: /chat/completions. {known}"
+    assert said[1] == f"There is no such route: /\ufffda\ufffd{'b' * 96}…. {known}"
+
+
+async def test_the_document_is_there_under_a_prefix_too() -> None:
+    app = create_app(await make_gateway())
+    for prefix, servers in (("", None), ("/one", [{"url": "/one"}])):
+        transport = httpx.ASGITransport(app, root_path=prefix)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.get(f"{prefix}/openapi.json")
+            assert (await client.head(f"{prefix}/openapi.json")).status_code == 200
+        assert "/v1/models" in answer.json()["paths"] and answer.json().get("servers") == servers
 
 
 @pytest.mark.parametrize(
@@ -96,6 +115,7 @@ async def test_only_the_configured_model_exists(model: str) -> None:
     assert (response.status_code, envelope(response)["code"], envelope(response)["param"]) == (
         404, "model_not_found", "model",
     )  # fmt: skip
+    assert f"The model {model} does not exist" in envelope(response)["message"]
 
 
 @pytest.mark.parametrize(("given", "kept"), [("abc-1.2:3", True), ("x" * 129, False), ("a b", False), ("é", False)])

@@ -134,6 +134,25 @@ def test_a_broken_gate_is_the_exit_code(truth: Callable[..., str], run: Run) -> 
     assert Counter(verdict["holds"] for verdict in report["slo"]) == {False: 1, True: 1}
 
 
+def test_a_server_with_keys_is_loaded_with_the_key(truth: Callable[..., str], run: Run) -> None:
+    url = truth("--key", "sk-1", "--chunks", "2")
+    code, report = run(url, "--start", "--mix", "fixed", "--users", "1", "--requests", "2", "--api-key", "sk-1")
+    assert code == 0 and report["config"]["url"] == url
+    assert (report["facts"]["model"], report["summary"]["completed"]) == ("truth", 2)
+    assert "sk-1" not in json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [((), "401: give --api-key"), (("--api-key", "sk-2"), "does not know the key")]
+)
+def test_a_server_with_keys_says_which_is_missing(
+    truth: Callable[..., str], run: Run, given: tuple[str, ...], says: str
+) -> None:
+    """Nor is another one started in its place."""
+    code, said = run(truth("--key", "sk-1"), "--start", *given)
+    assert code == 2 and says in said["stderr"] and "starting one" not in said["stderr"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -22,9 +22,10 @@ ENVELOPE = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1,
 
 
 class Truth:
-    def __init__(self, script, ttft_s, gap_s, chunks, per_chunk):
+    def __init__(self, script, ttft_s, gap_s, chunks, per_chunk, key=""):
         self.script, self.ttft_s, self.gap_s = script, ttft_s, gap_s
         self.chunks, self.per_chunk = chunks, per_chunk
+        self.key = key.encode()
         self.told = {}
         self.count = 0
 
@@ -54,6 +55,10 @@ class Truth:
                 return False
             body += data
         path = head.split()[1].decode()
+        # Its fields are in lower case.
+        if path.startswith("/v1/") and self.key and fields.get(b"authorization", b"").split() != [b"bearer", self.key]:
+            await self._whole(sock, 401, b"{}")
+            return True
         if path == "/v1/chat/completions":
             return await self._chat(json.loads(body), sock, arrived)
         pages = {"/v1/models": {"data": [{"id": "truth"}]}, "/version": {"version": "truth"}, "/truth": self.told}
@@ -146,10 +151,11 @@ async def main():
     parser.add_argument("--gap", type=float, default=0.04)
     parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--per-chunk", type=int, default=4)
+    parser.add_argument("--key", default="", help="in lower case; without it /v1 is a 401")
     options = parser.parse_args()
     script = options.script.split(",")
     assert set(script) <= set(WORDS)
-    truth = Truth(script, options.ttft, options.gap, options.chunks, options.per_chunk)
+    truth = Truth(script, options.ttft, options.gap, options.chunks, options.per_chunk, options.key)
     with socket.create_server(("127.0.0.1", options.port), backlog=512) as door:
         door.setblocking(False)
         print(door.getsockname()[1], flush=True)

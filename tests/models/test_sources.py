@@ -7,6 +7,7 @@ import pytest
 from serve_app.errors import ModelFetchError
 from serve_app.models import registry, resolve
 from serve_app.models.registry import KnownModel
+from serve_app.models.sources import check_source
 from tests.models.conftest import Sandbox
 
 
@@ -80,6 +81,15 @@ def test_vocab_and_merges_are_a_tokenizer(local: Path) -> None:
 def test_sources_that_lead_nowhere(source: str, says: str) -> None:
     with pytest.raises(ModelFetchError, match=says):
         resolve(source)
+    with pytest.raises(ModelFetchError, match=says):
+        check_source(source)
+
+
+def test_what_would_have_to_be_fetched_passes_a_check(local: Path, sandbox: Sandbox) -> None:
+    for source in ("smollm2-135m", "org/no-such-model", str(local)):
+        check_source(source)
+    with pytest.raises(ModelFetchError, match="not a complete model"):
+        check_source(str(sandbox.wheels))
 
 
 @pytest.mark.parametrize(

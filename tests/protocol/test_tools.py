@@ -94,6 +94,11 @@ def test_what_changes_nothing_is_accepted_of_any_engine(info: ModelInfo, fields:
     assert asked(info, **fields).tools is None
 
 
+def test_an_engine_without_a_tool_parser_says_so() -> None:
+    with pytest.raises(Unsupported, match=r"^tools: this engine has no tool parser"):
+        asked(BARE, tools=[tool()])
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

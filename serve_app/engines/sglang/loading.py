@@ -17,7 +17,6 @@ from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.requests import Offer
 from serve_app.engines.sglang.tooling import Tooling, check_parsers, has_grammars
-from serve_app.errors import ConfigError
 from serve_app.models import resolve
 
 # SGLang 0.5.17 stops two tokens before the end of the context.
