@@ -221,9 +221,7 @@ def test_a_stop_while_the_launcher_starts_is_no_failure(tmp_path: Path) -> None:
         child = subprocess.Popen(command, env=own_ray(), stdout=output, stderr=output)
     try:
         # The engine's constructor runs, or is about to.
-        eventually(
-            lambda: "deployment='engine'" in log.read_text(errors="replace") or child.poll() is not None, START_S
-        )
+        eventually(lambda: "name='engine'" in log.read_text(errors="replace"), START_S)
         child.send_signal(signal.SIGINT)
         code = child.wait(120)
     finally:
