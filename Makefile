@@ -91,7 +91,7 @@ lint: $(DEV)  ## ruff and mypy
 	$(BIN)/mypy serve_app
 
 bench: $(BASE) model  ## tokens/s of the embedded engine, as ratios of one run
-	$(BIN)/python benchmarks/local_engine.py
+	$(BIN)/python -m benchmarks.local_engine
 
 dashboards: $(BASE)  ## write the Grafana dashboards' JSON from their source
 	$(BIN)/python -m dashboards

@@ -6,7 +6,7 @@ serving should have made. In float32 the two must agree step for step; in bfloat
 way, so texts agree only on average. With --own, the evaluation also answers the prompts itself, through transformers:
 what is left then is the texts' own difference.
 
-    python benchmarks/acceptance.py [--prompts 24] [--tokens 128] [--dtype bfloat16] [--batch 1] [--own]
+    python -m benchmarks.acceptance [--prompts 24] [--tokens 128] [--dtype bfloat16] [--batch 1] [--own]
 
 Prints a table and, on the last line, JSON. Does not measure time.
 """

@@ -17,7 +17,7 @@ second, which is what an engine with continuous batching does; both are printed.
 Servers take turns within a round, and the rounds' medians count. A ratio is taken within each round, so that what the
 machine does meanwhile concerns both sides; its median, least and most over the rounds are printed.
 
-    python benchmarks/gateway.py [--streams 1,16,64] [--steps 40] [--rounds 4] [--servers bare,plain,ours,haproxy]
+    python -m benchmarks.gateway [--streams 1,16,64] [--steps 40] [--rounds 4] [--servers bare,plain,ours,haproxy]
                                  [--out PATH]
 
 The first of `--streams` to be a multiple of 16 is measured in every round, the others in the first. Prints tables, and
@@ -47,7 +47,6 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from load_tests.processes import sample
 from load_tests.target import free_port
 

@@ -1,6 +1,6 @@
 """Our load test beside AIPerf: the same prompts, the same server, in turns in one run; prints theirs over ours.
 
-    python benchmarks/load_agreement.py --aiperf PATH [--url http://127.0.0.1:8000] [--concurrency 1 4]
+    python -m benchmarks.load_agreement --aiperf PATH [--url http://127.0.0.1:8000] [--concurrency 1 4]
 
 AIPerf is not among the requirements; install `aiperf` into an environment of its own and name its command. The
 acceptance length is counted three times: from the chunks our client read, from those AIPerf read, and by the server.

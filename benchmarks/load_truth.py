@@ -1,6 +1,6 @@
 """How far our measuring is from the truth: a server that streams by a timetable and writes down what it did.
 
-    python benchmarks/load_truth.py [--requests 64] [--users 1 8 32]
+    python -m benchmarks.load_truth [--requests 64] [--users 1 8 32]
 
 What the load test measured against what the server did: per request the time to the first token, per token and to the
 last one, each gap between two chunks, and the rate of tokens of the run. An error is small when it is at most 2 ms or

@@ -5,7 +5,7 @@ with --sweep of fixed budgets. Each prompt is answered by every variant before t
 noise hits all alike. Time includes prefill. All engine variants share one loaded engine and differ in the plan that
 turns drafts into trees; without a plan no draft is computed.
 
-    python benchmarks/local_engine.py [--drafter DIR] [--sweep] [--tokens 128] [--prompts 12] [--repeats 2]
+    python -m benchmarks.local_engine [--drafter DIR] [--sweep] [--tokens 128] [--prompts 12] [--repeats 2]
 
 Prints a table and, on the last line, JSON. Does not measure HTTP: see serving_overhead.py.
 """

@@ -1,6 +1,6 @@
 """Memory that new lengths of prompt cost the embedded engine on a CPU, with prompts padded as they are and unpadded.
 
-    python benchmarks/prompt_memory.py
+    python -m benchmarks.prompt_memory
 
 Each case runs in a process of its own: 25 lengths, the same again, 25 others. The last line is JSON, MiB added.
 
@@ -15,8 +15,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 CASES = {"padded": None, "unpadded": 1}
 
@@ -61,7 +59,9 @@ def main() -> None:
         return
     found = {}
     for case in CASES:
-        done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.prompt_memory", case], capture_output=True, text=True, check=True
+        )
         found[case] = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(found))
 

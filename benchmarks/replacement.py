@@ -8,7 +8,7 @@ runs until an answer names another process. Ways to break:
   stuck    the engine emits nothing more, and neither refuses nor ends anything
   frozen   the replica's process is stopped (SIGSTOP), so it does not answer Serve either
 
-    python benchmarks/replacement.py [--how dead,stuck,frozen] [--repeats 3]
+    python -m benchmarks.replacement [--how dead,stuck,frozen] [--repeats 3]
 
 Prints a row per way and JSON on the last line. What it does not do: load a model; its time comes on top.
 """
@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +28,6 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from load_tests.target import free_port
 from serve_app.engines.base import Chunk, EngineStats, ModelInfo, Usage
 from serve_app.errors import EngineFailed

@@ -6,7 +6,7 @@ routers are the real ones: this product's table and fleet, and Ray's prefix tree
 PrefixCacheAffinityRouter; power of two choices is two lines. Several ingresses share the load, each with a router of
 its own, except for Ray's, whose tree is one actor for all.
 
-    python benchmarks/routing.py [--replicas 8] [--chats 1500] [--rate 6] [--seeds 3] [--systems 4] [--cache 400000]
+    python -m benchmarks.routing [--replicas 8] [--chats 1500] [--rate 6] [--seeds 3] [--systems 4] [--cache 400000]
 
 Prints a table, the cost of one decision by the number of replicas, and JSON on the last line.
 
@@ -20,15 +20,12 @@ import heapq
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.prefix_cache import BLOCK_CHARS, CHARS_PER_TOKEN, TOKENS_PER_BLOCK, BlockCache, words
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.router.fleet import Fleet

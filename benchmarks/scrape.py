@@ -1,6 +1,6 @@
 """How long a scrape takes: one exporter alone, and the ingress's /metrics over 64 exporters.
 
-    python benchmarks/scrape.py [--exporters 64]
+    python -m benchmarks.scrape [--exporters 64]
 
 The exporters run in one other process on this machine, so the merged time includes their work; on a cluster it is
 spread over the nodes. The last line is JSON, times in milliseconds, medians.
@@ -15,12 +15,9 @@ import asyncio
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from prometheus_client import CollectorRegistry, start_http_server
 
 from serve_app.exporter import scrape

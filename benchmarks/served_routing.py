@@ -5,7 +5,7 @@ without a model that takes real time: it computes one prompt at a time, what its
 decode step grows with the batch. A closed loop of clients holds chats of growing length over a few system prompts; the
 routers take turns, round by round, each time with the same chats. A round's chats are new ones.
 
-    python benchmarks/served_routing.py [--replicas 4] [--clients 32] [--seconds 20] [--rounds 3] [--out PATH]
+    python -m benchmarks.served_routing [--replicas 4] [--clients 32] [--seconds 20] [--rounds 3] [--out PATH]
 
 Prints the table of all rounds so far after each, and JSON on the last line. What it does not do: load processors; the
 times are the engines', and a busy machine adds to them.
@@ -20,7 +20,6 @@ import logging
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -30,7 +29,6 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.prefix_cache import BLOCK_CHARS, TOKENS_PER_BLOCK, BlockCache, words
 from load_tests.target import free_port
 from serve_app.engines.base import Chunk, EngineStats, GenerateRequest, ModelInfo, Usage

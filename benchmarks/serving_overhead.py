@@ -3,7 +3,7 @@
 Both sides run the embedded engine with the same configuration on the same machine, one after the other in one run, so
 the differences are the price of the serving plane, and on few cores of its processes competing with the engine.
 
-    python benchmarks/serving_overhead.py [--tokens 64] [--repeats 5]
+    python -m benchmarks.serving_overhead [--tokens 64] [--repeats 5]
 
 Prints a table and, on the last line, JSON.
 """

@@ -1,8 +1,8 @@
 """DDTREE against AR and DFLASH on one GPU, all in one run: engines start side by side and take turns.
 
-    python benchmarks/sglang_gpu.py MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
-    python benchmarks/sglang_gpu.py MODEL DRAFTER --tp 2       several ranks; heads are added where they do not shard
-    python benchmarks/sglang_gpu.py MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
+    python -m benchmarks.sglang_gpu MODEL DRAFTER [--out docs/results/sglang_gpu.json] [--seconds 540] [--modes …]
+    python -m benchmarks.sglang_gpu MODEL DRAFTER --tp 2       several ranks; heads are added where they do not shard
+    python -m benchmarks.sglang_gpu MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
 A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=1:PLAN_IN_STEP=0` compares
 with and without. They are variables of the environment, less their common `SGLANG_DDTREE_`; a run names its "switches".
@@ -27,7 +27,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import random_llama
 from benchmarks.sglang_fleet import Child, chat_prompts, engine_arguments
 from benchmarks.sglang_trace import busy, read_kernels, step_phases

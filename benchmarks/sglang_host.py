@@ -1,6 +1,6 @@
 """What SGLang's scheduler does on the host in one decode step, counted on a CPU: no kernel runs, only what leads to it.
 
-    python benchmarks/sglang_host.py [--modes ar,dflash,ddtree-64] [--batches 1,16] [--top 25]
+    python -m benchmarks.sglang_host [--modes ar,dflash,ddtree-64] [--batches 1,16] [--top 25]
 
 Where SGLang is installed for a CPU (`make test-sglang` makes such an environment). Each mode and batch size has a
 process of its own, with direct replays unless SGLANG_DDTREE_DIRECT_REPLAY says 0: greedy requests in steady state,
@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import sglang_cpu
 
 WARM_UP, STEPS, ACCEPTED, TOKEN = 60, 300, 4, 7
@@ -146,7 +145,17 @@ def main() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     for mode in arguments.modes.split(","):
         for batch in arguments.batches.split(","):
-            own = [__file__, "--one", "--modes", mode, "--batches", batch, "--top", str(arguments.top)]
+            own = [
+                "-m",
+                "benchmarks.sglang_host",
+                "--one",
+                "--modes",
+                mode,
+                "--batches",
+                batch,
+                "--top",
+                str(arguments.top),
+            ]
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", *own], env=environment, capture_output=True, text=True, timeout=300,
             )  # fmt: skip

@@ -8,7 +8,7 @@ tokenizer manager, the engine, and in the second mode replica, ingress, Ray Serv
   engine   the engine's seam in that process: messages in, chunks of text out
   http     the application, its client in this process
 
-    python benchmarks/sglang_path.py [--streams 1,16,64] [--step-ms 20] [--sides sglang,engine,http] [--out PATH]
+    python -m benchmarks.sglang_path [--streams 1,16,64] [--step-ms 20] [--sides sglang,engine,http] [--out PATH]
 
 For each number of streams: CPU time of each process per token at that step, without what it uses when idle; the first
 token's median time; tokens/s with a step of 1 ms; CPU and median time of an answer of one token, which
@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import gateway
 from benchmarks.sglang_fleet import Child
 from deploy.gpu_e2e.clients import Clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def test_documented_series_exist() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", *(ROOT / "benchmarks").glob("*.py"), ROOT / "Makefile"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_modules_that_exist_and_are_found_in_a_checkout(page: Path) -> None:
+    """A benchmark that is run by its path does not find the packages beside its folder."""
+    text = page.read_text()
+    assert not re.findall(r"python3? benchmarks/\S+", text)
+    named = set(re.findall(r"-m (benchmarks[.\w]*|load_tests|deploy[.\w]*|serve_app[.\w]*|tests[.\w]*)", text))
+    assert [name for name in named if importlib.util.find_spec(name.rstrip(".")) is None] == []
 
 
 def test_the_architecture_page_names_existing_files() -> None:

@@ -16,6 +16,7 @@ export TVM_FFI_CACHE_DIR="$work/cache/tvm" TRITON_CACHE_DIR="$work/cache/triton"
 export TORCHINDUCTOR_CACHE_DIR="$work/cache/inductor" SGLANG_CACHE_DIR="$work/cache/sglang" PYTHONUNBUFFERED=1 OUT="$out"
 model=${MODEL:-$work/model}
 if [[ ! -e $model/config.json ]]; then
+  : "${GGUF:?set MODEL, a checkpoint folder, or GGUF, the file of the laptop model}"
   python3 - "$GGUF" "$model.part" <<'PY'
 import sys
 from pathlib import Path
