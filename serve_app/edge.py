@@ -89,7 +89,7 @@ def clean_headers(raw: Iterable[tuple[bytes, bytes]]) -> tuple[RawHeaders, str]:
             request_id = request_id or (text if SANE_ID.match(text) else "")
         elif name == TIMEOUT_HEADER.encode():
             kept.append((FORWARDED_TIMEOUT_HEADER.encode(), value))
-        else:
+        elif name != UNWATCHED_HEADER.encode():  # not the client's to say: its answers would run on without it
             kept.append((name, value))
     request_id = request_id or uuid.uuid4().hex
     return [*kept, (REQUEST_ID_HEADER.encode(), request_id.encode())], request_id
