@@ -108,7 +108,10 @@ def scripted_scheduler(server_args: Any, port_args: Any, *placed: Any, **_: Any)
             elif hasattr(message, "input_ids"):
                 new.append(_begun(message))
         if new:
-            # A prompt's forward gives one token, as soon as it is asked for.
+            # A prompt's forward gives one token, as soon as it is asked for, and those after it take a step.
+            if not running:
+                (step_s,) = struct.unpack("d", pace[:8])
+                due = time.perf_counter() + step_s
             _emit(given, sock_send, running, new, 1)
         elif running and time.perf_counter() >= due:
             (step_s,) = struct.unpack("d", pace[:8])

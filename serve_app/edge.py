@@ -27,26 +27,46 @@ REQUEST_ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 # The client's timeout under a name that Serve does not obey, so that the application's answer comes first.
 FORWARDED_TIMEOUT_HEADER = "x-ddtree-timeout-seconds"
+# Serve's: that nobody need watch for the client's leaving.
+UNWATCHED_HEADER = "x-request-disconnect-disabled"
 SERVES_OWN = frozenset(("/-/healthz", "/-/routes"))
 RawHeaders = list[tuple[bytes, bytes]]
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve's proxy asks for."""
-    return [Middleware(Edge)]
+    """What Serve's HTTP servers ask for: its proxy, and those of the ingress processes themselves."""
+    return [Middleware(Edge, watched=_in_a_replica())]
+
+
+def _in_a_replica() -> bool:
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 class Edge:
-    """See the module. Serve's own routes pass untouched."""
+    """See the module. Serve's own routes pass untouched.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Args:
+        watched: the application is in this process, and sees for itself whether its client leaves. Serve then does not
+            as well, which would cost each request two tasks and a queue before its body is read.
+    """
+
+    def __init__(self, app: ASGIApp, *, watched: bool = False) -> None:
+        self._app, self._watched = app, watched
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in SERVES_OWN:
             await self._app(scope, receive, send)
             return
         headers, request_id = clean_headers(scope["headers"])
+        if self._watched:
+            headers.append((UNWATCHED_HEADER.encode(), b"?1"))
         answer = _Answer(send, request_id)
         try:
             await self._app({**scope, "headers": headers}, receive, answer.send)
@@ -69,7 +89,7 @@ def clean_headers(raw: Iterable[tuple[bytes, bytes]]) -> tuple[RawHeaders, str]:
             request_id = request_id or (text if SANE_ID.match(text) else "")
         elif name == TIMEOUT_HEADER.encode():
             kept.append((FORWARDED_TIMEOUT_HEADER.encode(), value))
-        else:
+        elif name != UNWATCHED_HEADER.encode():  # not the client's to say: its answers would run on without it
             kept.append((name, value))
     request_id = request_id or uuid.uuid4().hex
     return [*kept, (REQUEST_ID_HEADER.encode(), request_id.encode())], request_id

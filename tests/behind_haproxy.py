@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
+import ray
 
 from tests.conftest import FAKE_ENGINE, PROXY, Served, chat, eventually, replica_pids
 
@@ -127,6 +128,20 @@ def test_requests_that_meet_a_frozen_ingress_end(serve_app_factory: Callable[...
     assert ends.keys() == {"whole", "503 not_ready retry"}, ends
     eventually(lambda: frozen not in replica_pids("icy", "ingress").values(), 60)
     assert {ask(served) for _ in range(8)} == {"whole"}
+
+
+def test_serve_makes_no_tasks_of_its_own_for_a_request(served: Served) -> None:
+    """The application watches its client itself (tests/cases/test_load.py: one that leaves)."""
+    from ray._private.state import actors
+
+    prefix = f"SERVE_REPLICA::{served.name}#ingress#"
+    names = [a["Name"] for a in actors().values() if a["State"] == "ALIVE" and a["Name"].startswith(prefix)]
+    handles = [ray.get_actor(name, namespace="serve") for name in names]
+    body = chat("a delay=0.1 repeat=100", stream=True)
+    with httpx.stream("POST", served.url + CHAT, json=body, timeout=60, trust_env=False) as answer:
+        next(answer.iter_lines())
+        counts = [ray.get(h._get_inflight_direct_ingress_task_counts_for_testing.remote(), timeout=30) for h in handles]
+    assert counts and all(count == {"request_tasks": 0, "receive_tasks": 0} for count in counts), counts
 
 
 def ingresses_up(app: str) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.edge import FORWARDED_TIMEOUT_HEADER, Edge, clean_headers
+from serve_app.edge import FORWARDED_TIMEOUT_HEADER, UNWATCHED_HEADER, Edge, clean_headers, middlewares
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 TEXT = [(b"content-type", b"text/plain")]
@@ -105,3 +105,24 @@ def test_a_request_id_that_is_not_sane_is_replaced(given: bytes) -> None:
 def test_a_clients_timeout_is_kept_from_serve() -> None:
     headers, _ = clean_headers([(b"x-request-timeout-seconds", b"1"), (b"accept", b"\xe9"), (b"x-request-id", b"i")])
     assert headers == [(FORWARDED_TIMEOUT_HEADER.encode(), b"1"), (b"x-request-id", b"i")]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+async def test_serve_need_not_watch_a_client_that_the_application_watches(watched: bool) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+
+    async def nothing(*_: Any) -> None: ...
+
+    # A client that asks for it must not have it: behind Serve's proxy its answers would run on without it.
+    for asked in ([], [(UNWATCHED_HEADER.encode(), b"?1")], [(UNWATCHED_HEADER.encode(), b"?0")]):
+        seen.clear()
+        await Edge(app, watched=watched)({"type": "http", "path": "/v1/x", "headers": asked}, nothing, nothing)  # type: ignore[arg-type]
+        assert [value for name, value in seen if name == UNWATCHED_HEADER.encode()] == [b"?1"] * watched
+
+
+def test_serves_proxy_goes_on_watching() -> None:
+    (made,) = middlewares()
+    assert made.kwargs == {"watched": False}

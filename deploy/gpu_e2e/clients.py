@@ -19,11 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from benchmarks.sglang_child import take_stdout
 from benchmarks.sglang_fleet import Child, questions
-from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream
+from deploy.gpu_e2e.closed_loop import Pool, Timing, closed_loop, http_stream
 from deploy.gpu_e2e.settings import MODEL_ID
 
 QUESTIONS = questions(200)
@@ -92,33 +90,27 @@ class Clients:
 
 async def _serve(url: str) -> None:
     reply = take_stdout()
-    # No limit of its own: whoever asks waits within bounds.
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
-        reply(ok=True, start_s=0.0)
-        # The event loop runs on: it must see connections that the server closes.
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            try:
-                reply(ok=True, **await _do(session, url, json.loads(line)))
-            except Exception:
-                reply(ok=False, error=traceback.format_exc()[-4000:])
+    pool = Pool(url)
+    reply(ok=True, start_s=0.0)
+    # The event loop runs on: it must see connections that the server closes.
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        try:
+            reply(ok=True, **await _do(pool, json.loads(line)))
+        except Exception:
+            reply(ok=False, error=traceback.format_exc()[-4000:])
+    pool.close()
 
 
-async def _do(session: aiohttp.ClientSession, url: str, job: dict[str, Any]) -> dict[str, Any]:
+async def _do(pool: Pool, job: dict[str, Any]) -> dict[str, Any]:
     if job["do"] == "connect":
         # In process there are no connections to make, so that here none are made while the clock runs.
-        await asyncio.gather(*(_touch(session, url) for _ in range(job["streams"])))
+        await pool.connect(job["streams"])
         return {}
-    one = http_stream(session, url, MODEL_ID, QUESTIONS, job["tokens"])
+    one = http_stream(pool, MODEL_ID, QUESTIONS, job["tokens"])
     began, cpu = time.perf_counter(), time.process_time()
     timings = await closed_loop(one, job["streams"], job["numbers"], job["stagger_s"], job["began"])
     busy = (time.process_time() - cpu) / (time.perf_counter() - began)
     return {"timings": [timing.as_dict() for timing in timings], "busy": round(busy, 3)}
-
-
-async def _touch(session: aiohttp.ClientSession, url: str) -> None:
-    async with session.get(f"{url}/health") as answer:
-        await answer.read()
 
 
 if __name__ == "__main__":

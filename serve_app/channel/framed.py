@@ -78,8 +78,11 @@ class Framed(asyncio.Protocol):
             return
         self._entries.append(entry)
         if within_s:
-            if self._due is None:
-                self._due = self._loop.call_later(within_s, self._flush)
+            due = self._loop.time() + within_s
+            if self._due is None or self._due.when() > due:
+                if self._due is not None:
+                    self._due.cancel()
+                self._due = self._loop.call_at(due, self._flush)
         elif not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)

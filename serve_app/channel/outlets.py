@@ -48,8 +48,9 @@ GREETING_WITHIN_S = 5.0
 # Connections that have not shown the secret yet.
 MAX_STRANGERS = 64
 DRAIN_S, DRAIN_POLL_S = 5.0, 0.02
-# What only Serve's accounts at the other end wait for may wait so long to share a message with items.
-ACCOUNTS_WITHIN_S = 0.002
+# What only Serve's accounts at the other end wait for may wait so long to share a message with items: that a stream was
+# taken, with its first, at whose time a message of its own would be in the way; that a place is free again, less.
+TAKES_WITHIN_S, ACCOUNTS_WITHIN_S = 0.01, 0.002
 
 
 class Entrance(Protocol):
@@ -135,7 +136,7 @@ class _Line(Framed):
                     self._running.pop(ticket.stream, None)
                     self.send(pack_takes(ticket.stream, ongoing, False))
                     return
-                self.send(pack_takes(ticket.stream, ongoing, True), ACCOUNTS_WITHIN_S)
+                self.send(pack_takes(ticket.stream, ongoing, True), TAKES_WITHIN_S)
                 async for _ in call:
                     pass  # its parcels say what the channel has said
             within_s = ACCOUNTS_WITHIN_S

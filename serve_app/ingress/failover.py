@@ -73,8 +73,9 @@ class Failover:
         while True:
             known = frozenset(shunned)
             sent = merge(job.choices, parts) if parts else ()
+            again = replace(job, sent=sent, shunned=known) if sent or known else job
             try:
-                async for item in _attempt(self.backend, replace(job, sent=sent, shunned=known), shunned):
+                async for item in _attempt(self.backend, again, shunned):
                     if wait_s:
                         self.metrics.resumes.labels("resumed").inc()
                         wait_s = 0.0

@@ -101,23 +101,33 @@ class Generation(Response):
                 first = await anext(items, None)
             if first is None:
                 raise EngineFailed("The engine gave no answer.")
-            self._accept(first, n)
+            if first.error is not None:
+                raise first.error  # the status line can still tell it
             if not job.stream:
                 return await self._whole(first, items, n)
             self._streaming = True
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             if first.last:
+                self._seen(first, n, time.monotonic())
                 return first.data
-            await send({"type": "http.response.body", "body": first.data, "more_body": True})
+            await self._pass_on(first, n, send)
             async for item in items:
                 if item.error is not None:
                     self._fail(item.error)
                     return item.data
-                self._seen(item, n)
                 if item.last:
+                    self._seen(item, n, time.monotonic())
                     return item.data
-                await send({"type": "http.response.body", "body": item.data, "more_body": True})
+                await self._pass_on(item, n, send)
         return b""
+
+    async def _pass_on(self, item: Item, n: int, send: Send) -> None:
+        """The client has it before it is counted; it counts as of now, and whether or not the client is still there."""
+        now = time.monotonic()
+        try:
+            await send({"type": "http.response.body", "body": item.data, "more_body": True})
+        finally:
+            self._seen(item, n, now)
 
     def _charge(self, item: Item, n: int) -> None:
         record, admission = self._record, self._gateway.admission
@@ -132,21 +142,18 @@ class Generation(Response):
 
     async def _whole(self, last: Item, items: AsyncIterator[Item], n: int) -> bytes:
         """The body of an answer that does not stream: it comes in the last item."""
+        self._seen(last, n, time.monotonic())
         async for last in items:
-            self._accept(last, n)
+            if last.error is not None:
+                raise last.error
+            self._seen(last, n, time.monotonic())
         if not last.data:
             raise EngineFailed("The engine gave no answer.")
         return last.data
 
-    def _accept(self, item: Item, n: int) -> None:
-        """While the status line can still tell an error: raise it."""
-        if item.error is not None:
-            raise item.error
-        self._seen(item, n)
-
-    def _seen(self, item: Item, n: int) -> None:
+    def _seen(self, item: Item, n: int, now: float) -> None:
+        """It came at `now`, of `time.monotonic`."""
         self._charge(item, n)
-        now = time.monotonic()
         self._record.tokens += item.tokens
         if item.tokens:
             self._gateway.last_token_at = now

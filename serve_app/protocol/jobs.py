@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
@@ -117,7 +117,7 @@ def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messag
         raise Unsupported("response_format other than text cannot be combined with tools.", param="response_format")
     request = GenerateRequest(
         request_id=_new_id("chatcmpl"),
-        sampling=replace(_sampling(wire, info, limit, logprobs, max_choices), json_schema=schema),
+        sampling=_sampling(wire, info, limit, logprobs, max_choices, schema),
         messages=plain_messages(wire.messages),
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
         **tools,
@@ -214,7 +214,12 @@ def _job(wire: Sampling, info: ModelInfo, id: str, requests: tuple[GenerateReque
 
 
 def _sampling(
-    wire: Sampling, info: ModelInfo, max_tokens: int | None, logprobs: int | None, max_choices: int
+    wire: Sampling,
+    info: ModelInfo,
+    max_tokens: int | None,
+    logprobs: int | None,
+    max_choices: int,
+    json_schema: str | None = None,
 ) -> SamplingParams:
     n = wire.n or 1
     if n > max_choices:
@@ -246,6 +251,7 @@ def _sampling(
         ignore_eos=bool(wire.ignore_eos),
         min_tokens=min_tokens,
         logprobs=logprobs,
+        json_schema=json_schema,
         n=n,
     )
 

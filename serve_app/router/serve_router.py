@@ -46,6 +46,8 @@ class PrefixRouter(RequestRouter):
         if pending_request is not None:
             # Else the base class asks again without a pause while everybody is full.
             pending_request.routing_context.should_backoff = True
+        if len(self._by_name) == 1:
+            return [candidate_replicas, candidate_replicas]
         now = time.monotonic()
         self._fleet.expire(now)
         job = _job(pending_request)
@@ -57,6 +59,29 @@ class PrefixRouter(RequestRouter):
             blocks, common, start = self._parts(job, pending_request)
             best = self._fleet.choose(blocks, common, home_key(job.requests[0], job.session), unwell, start)
         return [[self._by_name[best]], _without(candidate_replicas, unwell)]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Serve's first choice, without the queue and the task that Serve gives each request, where that needs not ask
+        or wait: nobody waits already, and the chosen ones are known to have room. Ray has no documented place for this;
+        one that does not call it does as Serve does."""
+        if not is_retry and self.curr_replicas and not self.num_pending_requests:
+            first, *_ = await self.choose_replicas(list(self.curr_replicas.values()), pending_request)
+            replica = self._least_loaded(first)
+            if replica is not None:
+                self._record_queue_wait_time(pending_request)
+                return replica
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+
+    def _least_loaded(self, replicas: list[RunningReplica]) -> RunningReplica | None:
+        """As Serve takes it. None where it is full, or where Serve would ask one for its load."""
+        loads = [self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas]
+        known = [(load, place) for place, load in enumerate(loads) if load is not None]
+        if len(known) < len(replicas) or not known:
+            return None
+        load, place = min(known)
+        return replicas[place] if load < replicas[place].max_ongoing_requests else None
 
     def _unwell(self, job: Job | None, now: float) -> set[str]:
         return self._ill | self._suspects(now) | (job.shunned if job is not None else frozenset())

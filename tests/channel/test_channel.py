@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import RequestMetadata
 
-from serve_app.channel import Inlet, Offer, Outlets, Parcel, Ticket, inlets, outlets
+from serve_app.channel import Inlet, Offer, Outlets, Parcel, Ticket, framed, inlets, outlets
 from serve_app.channel.jobs import pack_job
 from serve_app.channel.wire import (
     HEADER,
@@ -559,3 +559,22 @@ async def test_what_cannot_be_said_in_a_message_goes_as_serve_sends_it(
     assert open_over_channel(pending(job, ticket, args=[job]), REPLICA) is None
     assert len(await collect(opening.backend.generate(half))) > 0
     assert isinstance(opening.handle.calls[-1], Call)
+
+
+async def test_an_entry_that_may_wait_does_not_hold_up_one_that_may_wait_less() -> None:
+    written = asyncio.Event()
+
+    class Transport(asyncio.Transport):
+        def write(self, data: Any) -> None:
+            written.set()
+
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return None
+
+    line = framed.Framed(100, 100)
+    line.connection_made(Transport())
+    line.send(b"a", 3600)
+    line.send(b"b", 0.001)
+    line.send(b"c", 3600)
+    async with asyncio.timeout(20):
+        await written.wait()

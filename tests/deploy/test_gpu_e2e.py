@@ -19,7 +19,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from ray._raylet import GcsClient
 
@@ -27,7 +26,7 @@ from dashboards.expressions import Expression, expressions
 from deploy.gpu_e2e import kill, panels, report, run
 from deploy.gpu_e2e.__main__ import STAGES
 from deploy.gpu_e2e.clients import Clients
-from deploy.gpu_e2e.closed_loop import Timing, closed_loop, http_stream, spread_ms, summary
+from deploy.gpu_e2e.closed_loop import Pool, Timing, closed_loop, http_stream, spread_ms, summary
 from deploy.gpu_e2e.phases import Phase, phases
 from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
 from deploy.gpu_e2e.settings import METHODS, Machine, tree
@@ -150,15 +149,68 @@ async def test_an_answer_over_http_is_whole_or_an_error(frames: tuple[str, ...],
     handler = type("Handler", (_Frames,), {"frames": frames})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        async with aiohttp.ClientSession() as session:
-            one = http_stream(session, f"http://127.0.0.1:{server.server_port}", "m", ["q"], 7)
-            if isinstance(expected, str):
-                with pytest.raises(RuntimeError, match=expected):
-                    await one(0)
-            else:
-                made = await one(0)
-                assert (made.text, len(made.stamps), made.tokens) == expected
+        pool = Pool(f"http://127.0.0.1:{server.server_port}")
+        one = http_stream(pool, "m", ["q"], 7)
+        if isinstance(expected, str):
+            with pytest.raises(RuntimeError, match=expected):
+                await one(0)
+        else:
+            made = await one(0)
+            assert (made.text, len(made.stamps), made.tokens) == expected
+        pool.close()
         server.shutdown()
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_an_answer_in_chunks_is_read_whole_and_its_connection_serves_again(
+    size: int,
+) -> None:
+    """Lines may begin in one chunk and end in another."""
+    data = "".join(f"data: {frame}\n\n" for frame in (_chunk("a "), _chunk("é"), USAGE, "[DONE]")).encode()
+    clients, ended = set(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        clients.add(writer.get_extra_info("peername"))
+        for _ in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))  # type: ignore[index]
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for at in range(0, len(data), size):
+                part = data[at : at + size]
+                writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        await reader.read()  # until the client has gone
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        one = http_stream(pool, "m", ["q"], 7)
+        made = [await one(number) for number in range(2)]
+        assert [(timing.text, len(timing.stamps), timing.tokens) for timing in made] == [("a é", 2, 7)] * 2
+        assert len(clients) == 1
+        pool.close()
+        await asyncio.wait_for(ended.wait(), 30)
+
+
+async def test_what_is_no_200_is_told_with_its_body() -> None:
+    ended = asyncio.Event()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 no\r\ncontent-length: 4\r\n\r\nnot\n")
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(RuntimeError, match="status 503: not"):
+            await http_stream(pool, "m", ["q"], 7)(0)
+        pool.close()
+        await asyncio.wait_for(ended.wait(), 30)
 
 
 def test_the_clients_share_a_load(tmp_path: Path) -> None:
@@ -458,7 +510,7 @@ def test_the_packages_to_carry_are_those_that_are_tested() -> None:
     tested = dict(line.split("==") for line in constraints if "==" in line and not line.startswith("#"))
     same = {re.sub(r"[-_.]", "-", name): version for name, version in tested.items()}
     assert {name: same.get(name) for name in pins} == pins
-    assert {"ray", "locust", "aiohttp"} <= set(pins)
+    assert {"ray", "locust", "httptools"} <= set(pins)
 
 
 # -- the chat template -------------------------------------------------------------------------------------------------

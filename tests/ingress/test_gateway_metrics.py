@@ -1,6 +1,7 @@
 """What a request leaves in the gateway's series."""
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.ingress.generation import Gateway
+from serve_app.ingress.routes import create_app
 from tests.conftest import chat
 from tests.direct import direct_client, make_gateway
 
@@ -119,3 +121,30 @@ async def test_the_page_is_valid_and_each_family_is_declared_once() -> None:
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     names = [family.name for family in text_string_to_metric_families(response.text)]
     assert len(names) == len(set(names)) and "gateway_requests" in names
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_client_has_a_chunk_before_it_is_counted(broken: bool) -> None:
+    gateway = await make_gateway()
+    labels = {"model": "fake", "stream": "true"}
+    counted: list[Any] = []
+    body = [{"type": "http.request", "body": json.dumps(chat("a b delay=0.01", stream=True)).encode()}]
+
+    async def receive() -> Any:
+        if body:
+            return body.pop()
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            counted.append(gateway.registry.get_sample_value("gateway_ttft_seconds_count", labels))
+            if broken and len(counted) == 1:
+                raise OSError("the connection is gone")
+
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "query_string": b"", "root_path": "", "http_version": "1.1",
+        "scheme": "http", "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    await create_app(gateway)(scope, receive, send)  # type: ignore[arg-type]
+    # And where sending failed all the same.
+    assert counted[:2] == [None, 1.0]

@@ -49,10 +49,10 @@ def router(*names: str, kind: type[PrefixRouter] = PrefixRouter) -> PrefixRouter
     return made
 
 
-def request(*messages: Mapping[str, Any], shunned: frozenset[str] = frozenset()) -> PendingRequest:
+def request(*messages: Mapping[str, Any], shunned: frozenset[str] = frozenset(), id: str = "r") -> PendingRequest:
     prompt = GenerateRequest("r", SamplingParams(), messages=messages)
     job = Job("id", 0, "fake", True, True, False, (prompt,), shunned=shunned)
-    return PendingRequest(args=[job], kwargs={}, metadata=RequestMetadata("r", "r"))
+    return PendingRequest(args=[job], kwargs={}, metadata=RequestMetadata(id, id))
 
 
 async def chosen(made: PrefixRouter, pending: PendingRequest) -> ReplicaID:
@@ -100,3 +100,45 @@ async def test_two_choices_are_two_and_any() -> None:
     firsts = [(await made.choose_replicas(candidates, request(message)))[0] for _ in range(200)]
     assert {len(first) for first in firsts} == {2}
     assert {replica.replica_id.unique_id for first in firsts for replica in first} == set("abcd")
+
+
+async def test_a_replica_with_room_is_chosen_without_a_task() -> None:
+    made = router("a", "b")
+    for name in "ab":
+        made.on_new_queue_len_info(ReplicaID(name, DEPLOYMENT), 0)
+    got = await made._choose_replica_for_request(request(Message("word")))
+    assert got.replica_id.unique_id in "ab"
+    assert (made.curr_num_routing_tasks, made.num_pending_requests) == (0, 0)
+
+
+async def test_a_request_does_not_overtake_those_that_wait() -> None:
+    made, a = router("a"), ReplicaID("a", DEPLOYMENT)
+    lengths = [8]
+
+    async def get_queue_len(*, deadline_s: float) -> int:
+        return lengths[0]
+
+    made.curr_replicas[a].get_queue_len = get_queue_len  # type: ignore[method-assign]
+    async with asyncio.timeout(20):
+        one = asyncio.create_task(made._choose_replica_for_request(request(Message("word"), id="one")))
+        while not made.num_pending_requests:
+            await asyncio.sleep(0)
+        made.on_new_queue_len_info(a, 0)
+        other = asyncio.create_task(made._choose_replica_for_request(request(Message("word"), id="other")))
+        await asyncio.sleep(0)
+        assert made.num_pending_requests == 2
+        lengths[0] = 0
+        assert {replica.replica_id for replica in await asyncio.gather(one, other)} == {a}
+
+
+async def test_where_all_are_full_a_request_waits_as_with_serve() -> None:
+    made = router("a")
+    lengths, a = [8, 8, 8, 0], ReplicaID("a", DEPLOYMENT)
+
+    async def get_queue_len(*, deadline_s: float) -> int:
+        return lengths.pop(0)
+
+    made.curr_replicas[a].get_queue_len = get_queue_len  # type: ignore[method-assign]
+    async with asyncio.timeout(20):
+        assert (await made._choose_replica_for_request(request(Message("word")))).replica_id == a
+    assert not lengths

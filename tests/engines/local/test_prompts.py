@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.engines.local.literal import LiteralEncoder
 from serve_app.engines.local.prompts import PromptRenderer
 from serve_app.errors import InvalidRequest
 from serve_app.models import resolve
@@ -124,3 +125,18 @@ def test_concurrent_prompts_do_not_switch_each_other(tiny_tokenizer: Any) -> Non
     alone = [renderer.encode(one) for one in wanted[:2]]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(renderer.encode, wanted)) == alone * 50
+
+
+@pytest.mark.parametrize("text", ["", "a b", f"{START}user\nhi{END}\n", "ein Wort, \u00e9\u4f60 \U0001f600"])
+def test_a_whole_text_has_the_ids_that_transformers_gives_it(tiny_tokenizer: Any, text: str) -> None:
+    encoder = LiteralEncoder(tiny_tokenizer)
+    expected = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoder._whole(text) == expected
+
+
+def test_what_the_tokenizer_was_told_for_others_does_not_cut_a_prompt(tiny_tokenizer: Any) -> None:
+    encoder, text = LiteralEncoder(tiny_tokenizer), f"{START}a b c d{END}"
+    expected = encoder._whole(text)
+    tiny_tokenizer("a b c", truncation=True, max_length=2)
+    assert tiny_tokenizer.backend_tokenizer.truncation
+    assert encoder._whole(text) == expected
