@@ -18,7 +18,6 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from serve_app.sglang_plugin.direct import SWITCH
 from tests.gpu import checks
 from tests.gpu.checks import NEAR_TIE
 from tests.gpu.fleet import Fleet
@@ -114,7 +113,7 @@ def test_steady_state_has_no_fallbacks(stages: dict[str, Any]) -> None:
     assert all(counts[f"ddtree_graph_replays_total{{role={role}}}"] > 0 for role in ("target", "draft"))
 
 
-@pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason="SGLang is to prepare every replay")
+@pytest.mark.skipif(os.environ.get("SGLANG_DDTREE_DIRECT_REPLAY") == "0", reason="SGLang is to prepare every replay")
 def test_steady_greedy_steps_are_replayed_directly(stages: dict[str, Any]) -> None:
     counts = stages["ddtree steady counters"]
     found = {key: value for key, value in counts.items() if key.startswith("ddtree_step_preparations_total")}
