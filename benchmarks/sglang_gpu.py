@@ -99,7 +99,7 @@ def main() -> None:
     result["machine"] |= {"tp": arguments.tp, "weights": "random" if arguments.random else "trained"}
     target, drafter, more = arguments.model, arguments.drafter, {"tp_size": arguments.tp}
     if arguments.tp > 1:
-        # It uses NVLink multicast, which machines may have switched off for PyTorch and NCCL but not for FlashInfer.
+        # It can use NVLink multicast, which machines may have switched off for PyTorch and NCCL but not for FlashInfer.
         more["enforce_disable_flashinfer_allreduce_fusion"] = True
     if arguments.random:
         target, drafter = map(str, random_llama.write(arguments.logs / "random", Path(arguments.model)))

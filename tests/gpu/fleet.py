@@ -33,7 +33,7 @@ MLA = {**EXACT, "grammar_backend": "none", "skip_tokenizer_init": True}
 FLASHINFER = {**EXACT, **EIGHT, "attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"}
 # As many as the machine has GPUs for, and both models' heads divide by.
 RANKS = next(ranks for ranks in (8, 4, 2) if ranks <= max(2, torch.cuda.device_count()))
-# Over NCCL alone: FlashInfer's fused all-reduce, which SGLang takes for this model, uses NVLink multicast.
+# Over NCCL alone: FlashInfer's fused all-reduce, which SGLang takes for this model, can use NVLink multicast.
 MLA_RANKS = {"tp_size": RANKS, "disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 # name: (mode, changed arguments, environment)
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
