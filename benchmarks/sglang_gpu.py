@@ -4,7 +4,7 @@
     python -m benchmarks.sglang_gpu MODEL DRAFTER --tp 2       several ranks; heads are added where they do not shard
     python -m benchmarks.sglang_gpu MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
-A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=1:PLAN_IN_STEP=0` compares
+A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=0:PLAN_IN_STEP=0` compares
 with and without. They are variables of the environment, less their common `SGLANG_DDTREE_`; a run names its "switches".
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the

@@ -4,7 +4,7 @@
 {"do": "connect", "streams": n} opens connections; {"do": "load", "streams": n, "numbers": […], "tokens": …,
 "began": t, "stagger_s": s} runs a closed loop whose first stream begins at t.
 
-What this module does not do: know an answer's parts, or sum up timings (`closed_loop` does).
+What this module does not do: know an answer's parts (`connections` does), or sum up timings (`closed_loop` does).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.sglang_child import take_stdout
 from benchmarks.sglang_fleet import Child, questions
-from deploy.gpu_e2e.closed_loop import Pool, Timing, closed_loop, http_stream
+from deploy.gpu_e2e.closed_loop import Timing, closed_loop
+from deploy.gpu_e2e.connections import Pool, http_stream
 from deploy.gpu_e2e.settings import MODEL_ID
 
 QUESTIONS = questions(200)

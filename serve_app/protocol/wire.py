@@ -39,6 +39,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(check_names)]
 KwargName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateKwargs = Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16), _few(16)]
 
 
 def _refused(why: str) -> Any:
@@ -115,9 +116,7 @@ class ChatRequest(Sampling):
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Needs logprobs: true.")
-    chat_template_kwargs: (
-        Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16), _few(16)] | None
-    ) = Field(None, description="Scalars handed to the chat template.")
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="Scalars handed to the chat template.")
     metadata: Annotated[dict[str, Short], Field(max_length=16), _few(16)] | None = Field(
         None, description="Accepted, not used."
     )
@@ -172,9 +171,7 @@ class TokenizeRequest(Wire):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Tools | None = None
-    chat_template_kwargs: (
-        Annotated[dict[KwargName, bool | int | float | Short], Field(max_length=16), _few(16)] | None
-    ) = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class DetokenizeRequest(Wire):

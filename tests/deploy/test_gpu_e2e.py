@@ -26,7 +26,8 @@ from dashboards.expressions import Expression, expressions
 from deploy.gpu_e2e import kill, panels, report, run
 from deploy.gpu_e2e.__main__ import STAGES
 from deploy.gpu_e2e.clients import Clients
-from deploy.gpu_e2e.closed_loop import Pool, Timing, closed_loop, http_stream, spread_ms, summary
+from deploy.gpu_e2e.closed_loop import Timing, closed_loop, spread_ms, summary
+from deploy.gpu_e2e.connections import Pool, http_stream
 from deploy.gpu_e2e.phases import Phase, phases
 from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
 from deploy.gpu_e2e.settings import METHODS, Machine, tree
@@ -162,9 +163,7 @@ async def test_an_answer_over_http_is_whole_or_an_error(frames: tuple[str, ...],
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-async def test_an_answer_in_chunks_is_read_whole_and_its_connection_serves_again(
-    size: int,
-) -> None:
+async def test_an_answer_in_chunks_is_read_whole_and_its_connection_serves_again(size: int) -> None:
     """Lines may begin in one chunk and end in another."""
     data = "".join(f"data: {frame}\n\n" for frame in (_chunk("a "), _chunk("é"), USAGE, "[DONE]")).encode()
     clients, ended = set(), asyncio.Event()

@@ -86,6 +86,7 @@ class Fleet:
         self.report: dict[str, Any] = {"stages": {}, "seconds": {}, "start": {}}
         self.failed: dict[str, str] = {}
         self._children: dict[str, Child] = {}
+        self._sharded: dict[Path, tuple[Path, Path]] = {}
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -98,7 +99,7 @@ class Fleet:
             if name.startswith("mla"):
                 model, drafter = self._mla
             if "ranks" in name:
-                model, drafter = write_pair(model, drafter, self.out.parent / f"sharded-{name}", RANKS)
+                model, drafter = self._for_ranks(model, drafter)
             fields = engine_arguments(str(model), str(drafter), mode, **changes)
             if name == "eager":
                 env = {**env, "DDTREE_DUMP": str(self.out / "drafts.pt")}
@@ -111,6 +112,13 @@ class Fleet:
         from tests.gpu.mla_model import write_mla
 
         return write_mla(self.out.parent / "mla")
+
+    def _for_ranks(self, model: Path, drafter: Path) -> tuple[Path, Path]:
+        """Written once, for the engine with drafts and the one without."""
+        if model not in self._sharded:
+            folder = self.out.parent / f"sharded-{len(self._sharded)}"
+            self._sharded[model] = write_pair(model, drafter, folder, RANKS)
+        return self._sharded[model]
 
     def child(self, name: str) -> Child:
         """The engine, ready. Raises RuntimeError when it failed to start, LookupError when it was not asked for."""

@@ -63,18 +63,7 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
         fleet.stage("ddtree steady counters", lambda: checks.counters(fleet, "ddtree"))
         fleet.stage("ddtree batch sizes", lambda: checks.batch_sizes(fleet, "ddtree", expected[:32]))
         fleet.stage("ddtree counters", lambda: checks.counters(fleet, "ddtree"))
-    for name in (
-        "ddtree",
-        "dflash",
-        "chain",
-        "page16",
-        "wide",
-        "prompts",
-        "plain",
-        "bf16",
-        "flashinfer",
-        "flashinfer16",
-    ):
+    for name in IDENTITY:
         if name in names:
             fleet.stage(f"{name} identity", lambda n=name: checks.identity(fleet, n, expected, one_by_one=False))
     if "eager" in names:
