@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ class HandleBackend:
     """Replicas behind a deployment handle, exporters behind another.
 
     Args:
-        patience_s: how long the first request waits for a replica that is still loading.
+        patience_s: how long a request waits for the first answer of a replica, which may be loading still.
     """
 
     def __init__(self, replicas: DeploymentHandle, exporters: DeploymentHandle, patience_s: float = 5) -> None:
@@ -62,6 +63,7 @@ class HandleBackend:
         # Whatever travels can be imported at the other end, so plain pickle does, in a third of the time.
         self._streaming = replicas.options(stream=True, request_serialization="pickle", response_serialization="pickle")
         self._info: ModelInfo | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     async def generate(self, job: Job) -> AsyncIterator[Item]:
         stream: Any = self._streaming.generate.remote(job)
@@ -79,15 +81,22 @@ class HandleBackend:
 
     async def info(self) -> ModelInfo:
         # Fixed for the life of the deployment: another model is another version of it, with new ingresses.
-        if self._info is not None:
-            return self._info
-        try:
-            with _ray_errors():
-                info: ModelInfo = await asyncio.wait_for(self._replicas.info.remote(), self._patience_s)
-        except TimeoutError:
-            raise NotReady("The engine is still loading.", retry_after=self._patience_s) from None
-        self._info = info
-        return info
+        while self._info is None:
+            # One question for all who wait: each would take a place in a replica from a generation, or wait behind one.
+            if self._asking is None or self._asking.done():
+                # In no request's context: Serve would end the call with the request that happened to begin it.
+                self._asking = asyncio.create_task(self._ask(), context=contextvars.Context())
+                self._asking.add_done_callback(_retrieve)
+            try:
+                await asyncio.wait_for(asyncio.shield(self._asking), self._patience_s)
+            except TimeoutError:
+                message = "No replica has said yet what it serves: it is loading, or full."
+                raise NotReady(message, retry_after=self._patience_s) from None
+        return self._info
+
+    async def _ask(self) -> None:
+        with _ray_errors():
+            self._info = await self._replicas.info.remote()
 
     async def probe(self, max_age_s: float, timeout_s: float) -> None:
         reply: Any = None
@@ -165,6 +174,12 @@ class ChannelBackend(HandleBackend):
             if not finished:
                 reader.cancel()
                 call.cancel()
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Else asyncio complains of a failure that met nobody who waited."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _read(call: Any, inlet: Inlet) -> None:

@@ -1,6 +1,7 @@
 """What a call to a replica may end with, over actor calls and over gRPC, as errors that a client can see."""
 
 import asyncio
+import contextvars
 
 import grpc
 import pytest
@@ -13,8 +14,12 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.engines.base import ModelInfo
+from serve_app.errors import EngineFailed, NotReady, Overloaded, ReplicaLost, ServeError
 from serve_app.ingress.backend import HandleBackend, _ray_errors
+
+INFO = ModelInfo("m", max_model_len=10, vocab_size=10, created=0)
+REQUEST: contextvars.ContextVar[str | None] = contextvars.ContextVar("REQUEST", default=None)
 
 
 @pytest.mark.parametrize(
@@ -49,22 +54,51 @@ async def test_the_callers_own_cancellation_is_passed_on() -> None:
 
 
 async def test_a_replica_that_still_loads_is_not_waited_for_without_end() -> None:
-    loading = Loading()
-    backend = HandleBackend(loading, loading, patience_s=0.01)  # type: ignore[arg-type]
+    asked = Asked()
+    backend = HandleBackend(asked, asked, patience_s=0.01)  # type: ignore[arg-type]
     with pytest.raises(NotReady) as refused:
         await backend.info()
     assert refused.value.retryable and refused.value.retry_after == 0.01
 
 
-class Loading:
-    """A handle whose calls are never answered."""
+async def test_those_who_wait_share_one_question_which_outlives_each_of_them() -> None:
+    asked = Asked()
+    backend = HandleBackend(asked, asked, patience_s=60)  # type: ignore[arg-type]
+    REQUEST.set("the first")
+    first, *others = [asyncio.create_task(backend.info()) for _ in range(10)]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    asked.answer.set_result(INFO)
+    assert first.cancelled() and await asyncio.gather(*others) == [INFO] * 9
+    assert await backend.info() is INFO and asked.contexts == [None]
 
-    def options(self, **options: object) -> "Loading":
+
+async def test_a_question_that_failed_is_asked_again() -> None:
+    asked = Asked()
+    backend = HandleBackend(asked, asked, patience_s=60)  # type: ignore[arg-type]
+    asked.answer.set_exception(DeploymentUnavailableError("d"))
+    with pytest.raises(ReplicaLost):
+        await backend.info()
+    asked.answer = asyncio.get_running_loop().create_future()
+    asked.answer.set_result(INFO)
+    assert await backend.info() is INFO and len(asked.contexts) == 2
+
+
+class Asked:
+    """A handle whose calls are answered with `answer`; in whose context each was made."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+        self.contexts: list[str | None] = []
+
+    def options(self, **options: object) -> "Asked":
         return self
 
     @property
-    def info(self) -> "Loading":
+    def info(self) -> "Asked":
         return self
 
-    async def remote(self) -> None:
-        await asyncio.Event().wait()
+    def remote(self) -> asyncio.Future[ModelInfo]:
+        self.contexts.append(REQUEST.get())
+        return self.answer
