@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from tests.conftest import FAKE_ENGINE, PROXY, Served, chat, eventually, replica_pids
+from tests.conftest import FAKE_ENGINE, METRICS, PROXY, Served, chat, eventually, replica_pids
 
 CHAT = "/v1/chat/completions"
 pytestmark = pytest.mark.skipif(PROXY != "haproxy", reason="needs TEST_PROXY=haproxy")
@@ -28,7 +28,7 @@ def lonely(serve_app_factory: Callable[..., Served]) -> Served:
     config = {
         "model": {"id": "fake"},
         "replica": {"num_cpus": 0.1},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("lonely", config, FAKE_ENGINE)
 
@@ -115,7 +115,7 @@ def test_requests_that_meet_a_frozen_ingress_end(serve_app_factory: Callable[...
         "model": {"id": "fake"},
         "replica": {"num_cpus": 0.1},
         "ingress": {"num_replicas": 2},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     served = serve_app_factory("icy", config, FAKE_ENGINE)
     # Until then Serve's own proxy stands in for them.

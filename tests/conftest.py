@@ -30,6 +30,19 @@ FULL = os.environ.get("FULL_TESTS") == "1"
 PROXY: proxy.Wanted = os.environ.get("TEST_PROXY", "serve")  # type: ignore[assignment]
 full_only = pytest.mark.skipif(not FULL, reason="part of make test-full")
 FAKE_ENGINE = "tests.fake_engine:FakeEngine"
+# For applications under test: a page of /metrics waits for a busy process, and a heartbeat may be late.
+METRICS = {"heartbeat_s": 2, "scrape_timeout_s": 10, "host": "127.0.0.1"}
+# What a condition that comes true at once may take on a busy machine.
+SOON_S = 60.0
+
+if importlib.util.find_spec("hypothesis") is not None:  # what runs on a GPU machine does without
+    from hypothesis import HealthCheck, settings
+
+    # A limit on an example's time would test the machine, and which examples come is no matter of luck; new ones are
+    # looked for by `make test-full`.
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("shared_machine", **patient, derandomize=not FULL)
+    settings.load_profile("shared_machine")
 
 # A shell that starts the tests in the background has them ignore it, and what they start inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,11 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """A running application. `url` has no trailing slash."""
+    """A running application. `url` has no trailing slash; `processes`: how many are on its /metrics when all are."""
 
     name: str
     url: str
     model: str
+    processes: int
 
     @property
     def port(self) -> int:
@@ -67,8 +81,10 @@ def serve_port() -> Iterator[int]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # As the launcher runs it.
+    # As the launcher runs it, but that a replica on a busy machine may say later whether it has room: a request would
+    # go elsewhere, and tests ask where requests go.
     os.environ.update(SERVE_SWITCHES)
+    os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "2"
     # Short: paths of unix sockets are limited to about 100 characters.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ.update(proxy.switches(proxy.choose(PROXY, os.environ), 600))
@@ -131,7 +147,8 @@ def serve_app_factory(serve_port: int) -> Iterator[Callable[..., Served]]:
         prefix = f"/{name}" if route_prefix is None else route_prefix
         names.append(name)
         serve.run(bind(tree, engine_factory), name=name, route_prefix=prefix)
-        return Served(name, f"http://127.0.0.1:{serve_port}{prefix.rstrip('/')}", tree.model.id)
+        processes = tree.replica.num_replicas + tree.ingress.num_replicas
+        return Served(name, f"http://127.0.0.1:{serve_port}{prefix.rstrip('/')}", tree.model.id, processes)
 
     yield factory
     for name in names:
@@ -145,7 +162,7 @@ def served(serve_app_factory: Callable[..., Served]) -> Served:
         "model": {"id": "fake"},
         "replica": {"num_replicas": 2, "num_cpus": 0.1},
         "ingress": {"num_replicas": 2, "max_body_bytes": 100_000},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("main", config, FAKE_ENGINE, "/")
 
@@ -168,21 +185,56 @@ def chat(script: str, **fields: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": [{"role": "user", "content": script}], **fields}
 
 
-def metric(served: Served, name: str, **labels: str) -> float:
-    """Sum over replicas and over all labels not given, from the application's own /metrics."""
+def samples(served: Served) -> list[Any]:
+    """Of the application's own /metrics, once all its processes are on it: one that has only just started, or answers
+    too late, is missing for a moment, and its counts with it."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    text = httpx.get(f"{served.url}/metrics", timeout=30, trust_env=False).text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
-    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+    end = time.monotonic() + 2 * SOON_S
+    while True:
+        text = httpx.get(f"{served.url}/metrics", timeout=SOON_S, trust_env=False).text
+        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        if len({sample.labels["replica"] for sample in found}) == served.processes:
+            return found
+        assert time.monotonic() < end, "not all processes are on /metrics"
+        time.sleep(0.05)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+def metric(served: Served, name: str, **labels: str) -> float:
+    """Sum over replicas and over all labels not given."""
+    return sum(s.value for s in samples(served) if s.name == name and labels.items() <= s.labels.items())
+
+
+def eventually(condition: Callable[[], bool], seconds: float = SOON_S) -> None:
     """Until `condition()`; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.05)
+
+
+class Hold:
+    """The other end of a script's `hold`: what a fake engine may say, decided here, whatever process it is in."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __str__(self) -> str:
+        return f"hold={self._file}"
+
+    def allow(self, tokens: int) -> None:
+        """That many of each answer, from now on."""
+        with self._file.open("ab") as file:
+            file.truncate(tokens)
+
+    def release(self) -> None:
+        self.allow(1_000_000)
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Hold:
+    """`f"a b {hold}"` says nothing until it is allowed."""
+    return Hold(tmp_path / "allowed")
 
 
 def scenarios(module: str, names: Sequence[str], seconds: float, **env: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The HTTP side over a replica in the same process: everything but Ray."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +17,7 @@ from serve_app.ingress.routes import create_app
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 from serve_app.replica import Replica, Reply
-from tests.conftest import FAKE_ENGINE
+from tests.conftest import FAKE_ENGINE, SOON_S
 
 
 class DirectBackend:
@@ -65,12 +67,26 @@ async def make_replica(config: dict[str, Any] | None = None) -> Replica:
     return replica
 
 
-async def make_gateway(config: dict[str, Any] | None = None) -> Gateway:
+async def make_gateway(config: dict[str, Any] | None = None, clock: Callable[[], float] = time.monotonic) -> Gateway:
+    """`clock`: admission's."""
     replica = await make_replica(config)
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    admission = Admission(replica._config.admission, metrics)
+    admission = Admission(replica._config.admission, metrics, clock=clock)
     return Gateway(replica._config, DirectBackend(replica), registry, metrics, admission)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Fails after `SOON_S`."""
+    async with asyncio.timeout(SOON_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def counted(of: Gateway | Replica, series: str) -> float:
+    """A series of the fake engine."""
+    replica = of if isinstance(of, Replica) else of.backend.replica  # type: ignore[attr-defined]
+    return float(replica._registry.get_sample_value(series) or 0)
 
 
 @asynccontextmanager

@@ -4,10 +4,12 @@ Words `key=value` steer, the others are the answer, one token each. `repeat=N` s
 each token, `stall=S` before the first; `fail_at=N` raises at token N, `crash_at=N` ends the process, `die_at=N` too
 unless another replica emitted tokens before, `abort_at=N` ends as aborted; `bytes=HEX` answers one byte a token;
 `refuse=CLASS` raises that error; `dead=1`/`stuck=1` break health; `gone_at=N` ends the engine before token N.
+`hold=PATH` keeps token N back until that file has more than N bytes (`tests.conftest.Hold`).
 """
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 from serve_app import errors
@@ -35,6 +37,8 @@ class Script:
 
     async def before(self, index: int) -> None:
         """Whatever happens before a token."""
+        while "hold" in self.settings and _size(Path(self.settings["hold"])) <= index:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(self._number("delay") + (self._number("stall") if index == 0 else 0))
         if index == self._number("fail_at", -1):
             raise RuntimeError("secret details of the engine")
@@ -56,3 +60,7 @@ class Script:
 
     def _number(self, key: str, default: float = 0) -> float:
         return float(self.settings.get(key, default))
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0

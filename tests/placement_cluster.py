@@ -28,7 +28,7 @@ from ray.util.placement_group import placement_group_table
 from deploy.gpu_e2e.cluster import add_node, keep_to
 from serve_app.build import bind
 from serve_app.config import load_config
-from tests.conftest import FAKE_ENGINE, chat, free_port
+from tests.conftest import FAKE_ENGINE, METRICS, chat, free_port
 
 STORE_BYTES = 80 * 1024 * 1024
 PREEMPTION = 2  # DrainNodeReason
@@ -107,7 +107,7 @@ def config(replicas: int, **placement: Any) -> Any:
                 "whole_node": True, "accelerator_type": "B300", "node_labels": {"role": "gpu"}, "preflight": True,
                 **placement,
             },
-            "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+            "metrics": METRICS,
         },
         use_env=False,
     )  # fmt: skip

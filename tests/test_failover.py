@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import FAKE_ENGINE, FULL, Served, chat, eventually, full_only, metric
+from tests.conftest import FAKE_ENGINE, FULL, METRICS, Served, chat, eventually, full_only, metric
 
 STREAMS = 200 if FULL else 50
 WORDS = "a b c d e f g h i j"
@@ -23,7 +23,7 @@ def three(serve_app_factory: Callable[..., Served]) -> Served:
     config = {
         "model": {"id": "fake"},
         "replica": {"num_replicas": 3, "num_cpus": 0.1, "health_check_period_s": 1, "health_check_timeout_s": 5},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("three", config, FAKE_ENGINE)
 
@@ -125,7 +125,7 @@ def unnoticed(serve_app_factory: Callable[..., Served], request: pytest.FixtureR
         "model": {"id": "fake"},
         "routing": {"policy": request.param},
         "replica": {"num_replicas": 2, "num_cpus": 0.1, "health_check_period_s": 3000},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory(f"unnoticed-{request.param}", config, FAKE_ENGINE)
 

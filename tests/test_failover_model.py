@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import Served, eventually, full_only, metric, replica_pids
+from tests.conftest import METRICS, Served, eventually, full_only, metric, replica_pids
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
 MODEL = "smollm2-135m"
@@ -23,7 +23,7 @@ def pair(serve_app_factory: Callable[..., Served]) -> Served:
         "model": {"dtype": "float32"},
         "engine": {"max_running": 2},
         "replica": {"num_replicas": 2, "num_cpus": 0.1},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("pair", config)
 

@@ -147,7 +147,7 @@ FUZZED = Rig()
 
 
 @given(st.dictionaries(st.sampled_from(names), st.one_of(garbage, tensors, odd_tensors)), st.sampled_from([1, 5]))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_any_batch_gets_a_reason_or_a_correct_replay(changes: dict[str, Any], width: int) -> None:
     batch = toy_batch(2, width)
     for name, value in changes.items():
@@ -159,7 +159,6 @@ def test_any_batch_gets_a_reason_or_a_correct_replay(changes: dict[str, Any], wi
 
 
 @given(st.one_of(garbage, tensors))
-@settings(deadline=None)
 def test_anything_that_is_no_batch_is_malformed(thing: Any) -> None:
     assert FUZZED.runner.fallback_reason(thing) is FallbackReason.MALFORMED
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -77,7 +77,6 @@ def test_padding_rows_write_scratch_only(rig: Rig, batch_size: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from([1, 3, 5]), st.integers(0, 99)), max_size=6))
-@settings(deadline=None)
 def test_any_sequence_of_batches_equals_eager_and_counts_each_once(steps: list[tuple[int, int, int]]) -> None:
     rig = Rig()
     for batch_size, width, seed in steps:

@@ -17,7 +17,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from serve_app import proxy
-from tests.conftest import Served, eventually, free_port, metric
+from tests.conftest import METRICS, Served, eventually, free_port, metric
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 MODEL = "smollm2-135m"
@@ -30,7 +30,7 @@ def served(serve_app_factory: Callable[..., Served]) -> Served:
     config = {
         "model": {"dtype": "float32"},
         "replica": {"num_cpus": 0.1},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("laptop", config)
 

@@ -11,7 +11,7 @@ from ray import serve
 
 from serve_app.build import bind
 from serve_app.config import load_config
-from tests.conftest import FAKE_ENGINE, Served, chat, eventually
+from tests.conftest import FAKE_ENGINE, METRICS, Served, chat, eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -29,7 +29,7 @@ def mortal(serve_app_factory: Callable[..., Served]) -> Served:
             "warmup_grace_s": 0,
         },
         "ingress": {"ready_max_age_s": 0.1, "ready_timeout_s": 1, "max_resumes": 0},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("mortal", config, FAKE_ENGINE)
 

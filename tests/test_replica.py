@@ -10,7 +10,8 @@ from serve_app.config import load_config
 from serve_app.errors import ConfigError, EngineFailed, NotReady, Overloaded
 from serve_app.protocol import ChatRequest, CompletionRequest, Item, Job, chat_job, completion_job, validate
 from serve_app.replica import Replica, load
-from tests.direct import make_replica
+from tests.conftest import Hold
+from tests.direct import counted, make_replica, until
 
 
 async def make_job(replica: Replica, script: str, **fields: Any) -> Job:
@@ -21,10 +22,6 @@ async def make_job(replica: Replica, script: str, **fields: Any) -> Job:
 async def run(script: str, **fields: Any) -> list[Item]:
     replica = await make_replica()
     return [item async for item in replica.generate(await make_job(replica, script, **fields))]
-
-
-def gauge(replica: Replica, name: str) -> float | None:
-    return replica._registry.get_sample_value(name)
 
 
 async def test_a_stream_counts_every_token_once() -> None:
@@ -50,19 +47,19 @@ async def test_what_queued_up_meanwhile_is_one_item() -> None:
     replica = await make_replica()
     items = replica.generate(await make_job(replica, "a b c d e f", stream=True))
     await anext(items)
-    await asyncio.sleep(0.1)
+    await until(lambda: counted(replica, "fake_running_requests") == 0)
     rest = [item async for item in items]
     assert [item.tokens for item in rest] == [5]
 
 
-async def test_prompts_run_at_the_same_time() -> None:
+async def test_prompts_run_at_the_same_time(hold: Hold) -> None:
     replica = await make_replica()
-    wire = validate(CompletionRequest, {"model": "fake", "prompt": ["stall=0.2 a"] * 4})
+    wire = validate(CompletionRequest, {"model": "fake", "prompt": [f"a {hold}"] * 4})
     task = asyncio.create_task(
         anext(replica.generate(completion_job(wire, await replica.info(), max_choices=1, max_prompts=4)))
     )
-    await asyncio.sleep(0.1)
-    assert gauge(replica, "fake_running_requests") == 4
+    await until(lambda: counted(replica, "fake_running_requests") == 4)
+    hold.release()
     await task
 
 
@@ -100,13 +97,13 @@ async def test_an_abort_by_the_server_is_an_error_to_the_client(stream: bool) ->
 @pytest.mark.parametrize("stream", [True, False])
 async def test_closing_aborts_every_prompt_in_the_engine(stream: bool) -> None:
     replica = await make_replica()
-    wire = validate(CompletionRequest, {"model": "fake", "prompt": ["a delay=9 b"] * 3, "stream": stream})
+    wire = validate(CompletionRequest, {"model": "fake", "prompt": ["a delay=600 b"] * 3, "stream": stream})
     items = replica.generate(completion_job(wire, await replica.info(), max_choices=1, max_prompts=4))
     reader = asyncio.create_task(anext(items))
-    await asyncio.sleep(0.05)
+    await until(lambda: counted(replica, "fake_running_requests") == 3)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
-    assert (gauge(replica, "fake_running_requests"), gauge(replica, "fake_aborts_total")) == (0, 3)
+    assert (counted(replica, "fake_running_requests"), counted(replica, "fake_aborts_total")) == (0, 3)
 
 
 async def test_health_tells_what_the_watchdog_saw() -> None:

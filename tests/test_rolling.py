@@ -12,7 +12,7 @@ from ray import serve
 
 from serve_app.build import bind
 from serve_app.config import load_config
-from tests.conftest import FAKE_ENGINE, chat, eventually, full_only, replica_pids
+from tests.conftest import FAKE_ENGINE, METRICS, chat, eventually, full_only, replica_pids
 
 pytestmark = pytest.mark.timeout(400)
 NAME = "rolling"
@@ -25,7 +25,7 @@ def deploy(replicas: int, grace_s: float = 20, scaling: dict[str, Any] | None = 
         "model": {"id": "fake"},
         "engine": engine,
         "replica": {"num_replicas": replicas, "num_cpus": 0.1, "graceful_shutdown_timeout_s": grace_s},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     tree = load_config(config, use_env=False)
     serve.run(bind(tree, FAKE_ENGINE), name=NAME, route_prefix=f"/{NAME}")

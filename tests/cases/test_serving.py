@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import FAKE_ENGINE, Served, chat, eventually, metric, replica_pids
+from tests.conftest import FAKE_ENGINE, METRICS, Served, chat, eventually, metric, replica_pids
 
 CHAT = "/v1/chat/completions"
 
@@ -26,7 +26,7 @@ def crowded(serve_app_factory: Callable[..., Served]) -> Served:
             "warmup_grace_s": 0,
         },
         "admission": {"max_concurrent": 4, "max_queued": 1},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }  # fmt: skip
     return serve_app_factory("crowded", config, FAKE_ENGINE)
 

@@ -1,7 +1,7 @@
 """A backend whose handle is a replica of this process, and the replica's sockets seen from outside."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +18,8 @@ from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 from serve_app.replica import Replica
 from serve_app.router.opening import ChannelResult, open_over_channel
-from tests.direct import make_replica
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Fails after 20 s."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
+from tests.conftest import SOON_S
+from tests.direct import counted, make_replica, until
 
 
 class Call:
@@ -159,9 +153,9 @@ class Loopback:
         if self.finish is not None:
             await self.finish.wait()
 
-    def count(self, series: str) -> float | None:
+    def count(self, series: str) -> float:
         """One of the replica's."""
-        return self.replica._registry.get_sample_value(series)
+        return counted(self.replica, series)
 
     def ways(self) -> dict[str, float]:
         """How often streams began in each way."""
@@ -169,7 +163,12 @@ class Loopback:
         return {s.labels["way"]: s.value for s in samples if s.name.endswith("_total") and s.value}
 
     async def connected(self) -> None:
-        await until(lambda: bool(self.replica._outlets._lines))
+        """Both ends know it."""
+        await until(lambda: bool(self.replica._outlets._lines) and not self.connecting())
+
+    def connecting(self) -> bool:
+        assert self.backend._inlets is not None
+        return any(isinstance(line, asyncio.Task) for line in self.backend._inlets._lines.values())
 
     async def stop(self) -> None:
         if self.backend._inlets is not None:
@@ -179,7 +178,7 @@ class Loopback:
 
 
 async def collect(items: AsyncIterator[Item]) -> list[Item]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         return [item async for item in items]
 
 
@@ -212,7 +211,7 @@ class Peer:
 
     async def message(self) -> list[Any]:
         """The entries of the next message."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
             return unpack(await self.reader.readexactly(length))
 
@@ -220,7 +219,7 @@ class Peer:
         self.writer.transport.abort()
 
     async def dropped(self) -> bool:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             try:
                 return await self.reader.read() == b""
             except ConnectionError:

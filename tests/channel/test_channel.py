@@ -34,7 +34,9 @@ from serve_app.errors import EngineFailed, NotReady
 from serve_app.ingress import backend
 from serve_app.protocol import ChatRequest, CompletionRequest, Item, Job, chat_job, completion_job, validate
 from serve_app.router.opening import open_over_channel
-from tests.channel.loopback import REPLICA, Call, Loopback, Peer, collect, given, pending, until
+from tests.channel.loopback import REPLICA, Call, Loopback, Peer, collect, given, pending
+from tests.conftest import SOON_S, Hold
+from tests.direct import until
 
 INFO = ModelInfo("fake", 4096, 1000, 1)
 
@@ -71,7 +73,7 @@ async def _connected(opens: bool) -> Loopback:
     made = await Loopback.start(opens=opens)
     await collect(made.backend.generate(make_job("a", stream=True)))
     await made.connected()
-    await until(lambda: not opens or made.backend._inlets.line_to("r") is not None)  # type: ignore[union-attr]
+    assert not opens or made.backend._inlets.line_to("r") is not None  # type: ignore[union-attr]
     return made
 
 
@@ -141,6 +143,7 @@ async def test_the_first_stream_goes_on_its_call_and_the_next_on_the_channel() -
     for _ in range(3):
         items = await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))
         assert items[-1].data.endswith(b"data: [DONE]\n\n")
+        await loopback.connected()
     assert loopback.handle.calls[0].brought[0].offer is not None
     assert [len(call.brought) for call in loopback.handle.calls[1:]] == [0, 0]
     assert loopback.ways() == {"connecting": 1, "channel": 2}
@@ -155,9 +158,14 @@ async def test_a_call_brings_a_message_even_where_all_items_take_the_channel(by_
     assert (call.messages, call.brought) == (1, [])
 
 
-async def test_a_stream_moves_to_the_channel_in_its_middle() -> None:
+async def test_a_stream_moves_to_the_channel_in_its_middle(hold: Hold) -> None:
     loopback = await Loopback.start()
-    items = await collect(loopback.backend.generate(make_job("a b c d e f delay=0.05", stream=True)))
+    hold.allow(2)
+    stream = loopback.backend.generate(make_job(f"a b c d e f delay=0.02 {hold}", stream=True))
+    items = [await anext(stream)]
+    await loopback.connected()
+    hold.release()
+    items += await collect(stream)
     (call,) = loopback.handle.calls
     assert [parcel.moved for parcel in call.brought] == [False] * (len(call.brought) - 1) + [True]
     assert 2 <= len(call.brought) < len(items)
@@ -250,7 +258,7 @@ async def test_what_the_channel_brought_does_not_hold_up_what_the_call_still_has
             await inlet.room()
         inlet.parcel(Parcel(8, None, True))
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         _, count = await asyncio.gather(call(), _count(inlet))
     assert count == 8
 
@@ -269,7 +277,7 @@ async def test_a_lost_connection_is_a_lost_replica_to_every_stream_on_it(loopbac
 
     async def run(items: list[Item]) -> None:
         with pytest.raises(NotReady) as lost:
-            async for item in loopback.backend.generate(make_job("a delay=0.02 repeat=500", stream=True)):
+            async for item in loopback.backend.generate(make_job("a delay=0.02 repeat=3000", stream=True)):
                 items.append(item)
         assert lost.value.code == "replica_lost"
 
@@ -278,18 +286,19 @@ async def test_a_lost_connection_is_a_lost_replica_to_every_stream_on_it(loopbac
     await until(lambda: all(len(items) > 1 for items in seen))
     lines: Any = loopback.replica._outlets._lines if where == "replica" else loopback.backend._inlets._lines  # type: ignore[union-attr]
     next(iter(lines.values())).close(ChannelError("a test"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         await asyncio.gather(*tasks)
     # The engine is told, and the next stream begins anew.
     await until(lambda: loopback.count("fake_running_requests") == 0)
     assert len(await collect(loopback.backend.generate(make_job("a b delay=0.02", stream=True)))) > 1
 
 
-async def test_a_lost_connection_before_the_first_item_is_told_on_the_call(by_calls: Loopback) -> None:
-    items = by_calls.backend.generate(make_job("a stall=1", stream=True))
+async def test_a_lost_connection_before_the_first_item_is_told_on_the_call(by_calls: Loopback, hold: Hold) -> None:
+    items = by_calls.backend.generate(make_job(f"a {hold}", stream=True))
     first = asyncio.ensure_future(anext(items))
     await until(lambda: by_calls.count("fake_running_requests") == 1)
     next(iter(by_calls.replica._outlets._lines.values())).close(ChannelError("a test"))
+    hold.release()
     # No connection any more, and nothing lost with it: it goes on the call.
     assert (await first).tokens == 1
     await items.aclose()
@@ -340,6 +349,7 @@ async def test_a_replica_that_cannot_be_reached_answers_on_its_calls() -> None:
     for _ in range(3):
         items = await collect(loopback.backend.generate(make_job("a b c delay=0.02", stream=True)))
         assert items[-1].data.endswith(b"data: [DONE]\n\n")
+        await until(lambda: not loopback.connecting())
     assert loopback.ways() == {"connecting": 1, "unreachable": 2}
     server.close()
     await loopback.stop()
@@ -446,7 +456,7 @@ async def test_a_stream_opened_over_the_channel_brings_serve_what_it_counts_by(o
     assert opening.entered == [About("id", "internal", "/v1", "app")]
     assert opening.ways() == {"connecting": 1, "opened": 1}
     await collect(items)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         with pytest.raises(StopAsyncIteration):
             await result.__anext__()
     await until(lambda: bool(ended))
@@ -461,7 +471,7 @@ async def test_a_call_counts_until_the_replica_has_finished_with_it(opening: Loo
     await asyncio.sleep(0.05)
     assert not over.done()
     opening.finish.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         assert await over == ""
 
 
@@ -576,5 +586,5 @@ async def test_an_entry_that_may_wait_does_not_hold_up_one_that_may_wait_less() 
     line.send(b"a", 3600)
     line.send(b"b", 0.001)
     line.send(b"c", 3600)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         await written.wait()

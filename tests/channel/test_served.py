@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import FAKE_ENGINE, Served, chat, eventually, metric
+from tests.conftest import FAKE_ENGINE, METRICS, Served, chat, eventually, metric
 
 CHAT = "/v1/chat/completions"
 SHORT = chat("a b c d e f g h repeat=4 delay=0.01", stream=True, stream_options={"include_usage": True})
@@ -20,7 +20,7 @@ def calls(serve_app_factory: Callable[..., Served]) -> Served:
         "model": {"id": "fake"},
         "replica": {"num_cpus": 0.1},
         "ingress": {"channel": False},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"},
+        "metrics": METRICS,
     }
     return serve_app_factory("calls", config, FAKE_ENGINE)
 
@@ -38,7 +38,7 @@ def began(served: Served, way: str) -> float:
 
 def test_streams_share_connections_and_say_the_same(served: Served, calls: Served) -> None:
     expected = frames(calls, SHORT)
-    kinds = ("opened", "channel", "connecting")
+    kinds = ("opened", "channel", "connecting", "unreachable")
 
     def burst() -> float:
         """How many of 32 streams were opened over the channel."""
@@ -50,9 +50,10 @@ def test_streams_share_connections_and_say_the_same(served: Served, calls: Serve
         assert sum(grown) == 32
         return grown[0]
 
-    # Each ingress connects to each replica with the first stream between them; meanwhile others go as Serve sends them.
-    eventually(lambda: burst() == 32, 60)
-    assert began(served, "unreachable") == began(served, "no_offer") == 0
+    # Each ingress connects to each replica with the first stream between them; meanwhile others go as Serve sends them,
+    # and for half a minute where the connection took too long.
+    eventually(lambda: burst() == 32, 120)
+    assert began(served, "no_offer") == 0
 
 
 def test_without_it_nothing_takes_the_channel(calls: Served) -> None:
@@ -70,11 +71,11 @@ def test_whole_answers_and_errors_are_the_same(served: Served, calls: Served, bo
 def test_a_client_that_leaves_ends_its_stream_in_the_engine(served: Served) -> None:
     aborts = metric(served, "fake_aborts_total")
     with httpx.stream(
-        "POST", served.url + CHAT, json=chat("a delay=0.05 repeat=400", stream=True), timeout=60
+        "POST", served.url + CHAT, json=chat("a delay=0.05 repeat=4000", stream=True), timeout=60
     ) as answer:
         next(answer.iter_bytes())
-    eventually(lambda: metric(served, "fake_aborts_total") == aborts + 1, 20)
-    eventually(lambda: metric(served, "fake_running_requests") == 0, 20)
+    eventually(lambda: metric(served, "fake_aborts_total") == aborts + 1)
+    eventually(lambda: metric(served, "fake_running_requests") == 0)
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_else(served: Served) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from deploy.monitoring.binaries import Unavailable, find
 from deploy.monitoring.run import command, configuration
-from tests.conftest import Served, free_port
+from tests.conftest import METRICS, Served, free_port
 
 PATIENCE_S = 200
 CHAT = "/v1/chat/completions"
@@ -49,7 +49,7 @@ def watched(serve_app_factory: Callable[..., Served]) -> Iterator[Served]:
     """The laptop application, for these tests alone: its model takes memory."""
     from ray import serve
 
-    config = {"replica": {"num_cpus": 0.1}, "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1"}}
+    config = {"replica": {"num_cpus": 0.1}, "metrics": METRICS}
     yield serve_app_factory("watched", config)
     serve.delete("watched")
 

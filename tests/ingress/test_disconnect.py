@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from serve_app.ingress.routes import create_app
-from tests.conftest import chat
-from tests.direct import make_gateway
+from tests.conftest import SOON_S, chat
+from tests.direct import counted, make_gateway, until
 
 
 async def leave(gateway: Any, script: str, *, stream: bool, cancel: bool) -> list[dict[str, Any]]:
-    """Post a script and leave after 0.1 s: as a disconnect message, or by cancelling the application."""
-    gone, sent = asyncio.Event(), []
+    """Post a script and leave once it runs, a stream that says something after its first words: as a disconnect message,
+    or by cancelling the application."""
+    gone, sent = asyncio.Event(), list[dict[str, Any]]()
     body = [{"type": "http.request", "body": json.dumps(chat(script, stream=stream)).encode()}]
 
     async def receive() -> Any:
@@ -30,24 +31,23 @@ async def leave(gateway: Any, script: str, *, stream: bool, cancel: bool) -> lis
         "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
     }  # fmt: skip
     task = asyncio.create_task(create_app(gateway)(scope, receive, send))
-    await asyncio.sleep(0.1)
+    await until(lambda: counted(gateway, "fake_running_requests") == 1)
+    await until(lambda: bool(sent) or not stream or "stall" in script)
     gone.set()
     if cancel:
         task.cancel()
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=SOON_S)
     assert task.done()
     return sent
 
 
 @pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("script", ["stall=9 a", "a delay=0.02 b repeat=400"])
+@pytest.mark.parametrize("script", ["stall=600 a", "a delay=0.02 b repeat=2000"])
 async def test_leaving_aborts_the_engine_and_counts_as_499(script: str, stream: bool, cancel: bool) -> None:
     gateway = await make_gateway()
     await leave(gateway, script, stream=stream, cancel=cancel)
-    engine = gateway.backend.replica._registry  # type: ignore[attr-defined]
-    assert engine.get_sample_value("fake_running_requests") == 0
-    assert engine.get_sample_value("fake_aborts_total") == 1
+    assert (counted(gateway, "fake_running_requests"), counted(gateway, "fake_aborts_total")) == (0, 1)
     value = gateway.registry.get_sample_value
     labels = {"route": "/v1/chat/completions", "status": "499", "model": "fake"}
     assert value("gateway_requests_total", labels) == 1
@@ -57,5 +57,5 @@ async def test_leaving_aborts_the_engine_and_counts_as_499(script: str, stream: 
 
 async def test_nothing_is_sent_to_a_client_that_left_its_stream() -> None:
     gateway = await make_gateway()
-    sent = await leave(gateway, "a delay=0.02 b repeat=400", stream=True, cancel=False)
+    sent = await leave(gateway, "a delay=0.02 b repeat=2000", stream=True, cancel=False)
     assert b"error" not in b"".join(message.get("body", b"") for message in sent)

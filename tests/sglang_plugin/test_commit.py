@@ -30,7 +30,7 @@ def step(seed: int, capacity: int = 4) -> tuple[CommitBuffers, TreeBuffers, torc
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_acceptance_is_accept_walks(seed: int) -> None:
     out, trees, slots = step(seed)
     accept(out, trees, STARTS, slots, in_graph=True)
@@ -47,7 +47,7 @@ def test_acceptance_is_accept_walks(seed: int) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_compaction_reads_every_row_before_it_writes_one(seed: int) -> None:
     out, trees, slots = step(seed)
     accept(out, trees, STARTS, slots, in_graph=True)

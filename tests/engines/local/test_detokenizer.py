@@ -60,7 +60,7 @@ def test_whole_characters_only(
     assert not any("\ufffd" in delta for delta in deltas)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(tokens=st.lists(st.integers(0, BYTES + 255), max_size=60))
 @pytest.mark.parametrize("kind", [ByteDetokenizer, WindowDetokenizer])
 def test_any_bytes_add_up_to_the_one_shot_text(

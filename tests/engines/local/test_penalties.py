@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompt=tokens, output=tokens, path=tokens,
     repetition=st.sampled_from([1.0, 1.3, 0.8]),

@@ -20,7 +20,7 @@ def logits(seed: int, vocab: int, ties: bool) -> torch.Tensor:
     return (row * 2).round() / 2 if ties else row
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 1000),
     vocab=st.sampled_from([5, 64, 1500]),

@@ -43,7 +43,7 @@ def run(
     raise AssertionError("unreachable")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     tokens=st.lists(st.one_of(st.sampled_from([0, 1, END, *ids("aé🎉")]), st.integers(0, 258)), max_size=30),
     sizes=st.lists(st.integers(1, 6), max_size=30),
@@ -66,7 +66,7 @@ def test_a_block_gives_what_its_tokens_give_one_by_one(
     assert fast.finish() == naive.finish()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text("ab\n", max_size=20),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),

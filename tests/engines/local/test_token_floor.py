@@ -44,7 +44,7 @@ def counted(request: pytest.FixtureRequest) -> tuple[Any, TokenFloor]:
 
 
 @pytest.mark.model
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(text=texts)
 @example(text="\x16")
 @example(text="\U00040000")

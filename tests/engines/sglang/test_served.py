@@ -17,7 +17,7 @@ import pytest
 from deploy.gpu_e2e import checks
 from deploy.gpu_e2e.template import PARSER, with_tools
 from serve_app.models import resolve
-from tests.conftest import Served, eventually
+from tests.conftest import METRICS, Served, eventually
 from tests.engines.sglang.conftest import KERNELS, ON_A_CPU
 
 missing = [name for name in ("sglang", "ray") if importlib.util.find_spec(name) is None]
@@ -44,7 +44,7 @@ def served(
         "engine": {"kind": "sglang", "max_running": 4},
         "sglang": {"attention_backend": "torch_native", "tool_call_parser": PARSER, "server_args": arguments},
         "replica": {"num_cpus": 0.1},
-        "metrics": {"heartbeat_s": 0.5, "host": "127.0.0.1", "scrape_timeout_s": 5},
+        "metrics": METRICS,
     }  # fmt: skip
     return serve_app_factory("sglang", config)
 
