@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,24 +39,28 @@ IDLE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Where one process exports, and the labels that say which process it is. `seen`: monotonic, of its last word."""
+    """Where one process exports, and the labels that say which process it is. `seen`: when it spoke last."""
 
     url: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    seen: float = field(default_factory=time.monotonic)
+    seen: float = 0.0
 
 
 class ExporterDirectory:
-    """Where the living exporters are. In memory: after a restart the next heartbeats fill it again."""
+    """Where the living exporters are. In memory: after a restart the next heartbeats fill it again.
 
-    def __init__(self, heartbeat_s: float) -> None:
-        self._lifetime_s = MISSED_HEARTBEATS * heartbeat_s
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, heartbeat_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lifetime_s = clock, MISSED_HEARTBEATS * heartbeat_s
         # Until everybody had time to report, the list is not known to be whole.
-        self._whole_at = time.monotonic() + 2 * heartbeat_s
+        self._whole_at = clock() + 2 * heartbeat_s
         self._seen: dict[str, Page] = {}
 
     async def heartbeat(self, replica: str, url: str, labels: Mapping[str, str] | None = None) -> None:
-        self._seen[replica] = Page(url, labels or {})
+        self._seen[replica] = Page(url, labels or {}, self._clock())
 
     async def leave(self, replica: str) -> None:
         self._seen.pop(replica, None)
@@ -67,12 +71,12 @@ class ExporterDirectory:
 
     async def targets(self) -> list[dict[str, Any]] | None:
         """The living exporters in the format of Prometheus's HTTP service discovery; None while more may report."""
-        if time.monotonic() < self._whole_at:
+        if self._clock() < self._whole_at:
             return None
         return [target(name, page) for name, page in sorted(self._living().items())]
 
     def _living(self) -> dict[str, Page]:
-        oldest = time.monotonic() - self._lifetime_s
+        oldest = self._clock() - self._lifetime_s
         self._seen = {name: page for name, page in self._seen.items() if page.seen >= oldest}
         return self._seen
 

@@ -169,7 +169,7 @@ def served(serve_app_factory: Callable[..., Served]) -> Served:
 
 @pytest.fixture
 def client(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=served.url, timeout=SOON_S, trust_env=False) as client:
         yield client
 
 

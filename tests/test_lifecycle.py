@@ -11,7 +11,7 @@ from ray import serve
 
 from serve_app.build import bind
 from serve_app.config import load_config
-from tests.conftest import FAKE_ENGINE, METRICS, Served, chat, eventually
+from tests.conftest import FAKE_ENGINE, METRICS, Served, chat, eventually, replica_pids
 
 CHAT = "/v1/chat/completions"
 
@@ -54,26 +54,28 @@ def test_a_replica_lost_in_mid_stream_ends_the_stream_and_is_replaced(mortal: Se
     events = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
     assert response.status_code == 200 and len(events) > 2 and events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["code"] == "replica_lost"
-    eventually(lambda: ready(mortal), 60)
+    eventually(lambda: ready(mortal), 120)
     # Its series go with it.
-    eventually(lambda: len(engines(mortal)) == 1 and lost not in engines(mortal), 20)
+    eventually(lambda: len(engines(mortal)) == 1 and lost not in engines(mortal), 120)
 
 
 def test_a_replica_lost_before_its_first_token_may_be_retried(mortal: Served) -> None:
-    eventually(lambda: ready(mortal), 60)
+    eventually(lambda: ready(mortal), 120)
     response = post(mortal, "a crash_at=0")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_lost")
     assert response.headers["x-should-retry"] == "true"
-    eventually(lambda: ready(mortal), 60)
+    eventually(lambda: ready(mortal), 120)
 
 
 @pytest.mark.parametrize("how", ["dead", "stuck"])
 def test_an_engine_that_stops_generating_is_replaced(mortal: Served, how: str) -> None:
-    eventually(lambda: ready(mortal), 60)
+    eventually(lambda: ready(mortal), 120)
+    before = replica_pids("mortal", "engine")
     post(mortal, f"a {how}=1")
     eventually(lambda: not ready(mortal))
     assert httpx.get(f"{mortal.url}/health", timeout=60, trust_env=False).status_code == 200
-    eventually(lambda: ready(mortal), 60)
+    eventually(lambda: ready(mortal), 120)
+    assert not before.items() & replica_pids("mortal", "engine").items()
 
 
 def test_a_running_stream_is_finished_before_the_replica_goes(serve_app_factory: Callable[..., Served]) -> None:

@@ -61,13 +61,15 @@ def test_json_lines_carry_the_request_id_and_the_outcome(serve_app_factory: Call
         "metrics": {"host": "127.0.0.1"},
     }  # fmt: skip
     served = serve_app_factory("logged", config, FAKE_ENGINE)
-    httpx.post(f"{served.url}{CHAT}", json=chat("a b"), headers={"x-request-id": "find-me"}, trust_env=False)
+    httpx.post(
+        f"{served.url}{CHAT}", json=chat("a b"), headers={"x-request-id": "find-me"}, timeout=60, trust_env=False
+    )
 
     def lines() -> list[dict[str, Any]]:
         texts = [path.read_text() for path in serve_logs().glob("replica_logged_ingress_*.log")]
         return [json.loads(line) for text in texts for line in text.splitlines() if "find-me" in line]
 
-    eventually(lambda: any(line.get("tokens") == 2 for line in lines()), 60)
+    eventually(lambda: any(line.get("tokens") == 2 for line in lines()))
     (line,) = [line for line in lines() if "tokens" in line]
     assert (line["request_id"], line["endpoint"], line["status"], line["model"]) == ("find-me", CHAT, 200, "fake")
 

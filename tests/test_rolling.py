@@ -14,7 +14,7 @@ from serve_app.build import bind
 from serve_app.config import load_config
 from tests.conftest import FAKE_ENGINE, METRICS, chat, eventually, full_only, replica_pids
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 NAME = "rolling"
 WORDS = "a b c d e f g h"
 
@@ -43,7 +43,7 @@ class Load:
     def __enter__(self) -> "Load":
         for thread in self._threads:
             thread.start()
-        eventually(lambda: self.outcomes.total() > 10, 60)
+        eventually(lambda: self.outcomes.total() > 10, 120)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ def test_scaling_up_and_down_fails_no_request(url: str) -> None:
     with Load(url) as load:
         deploy(3, max_queued=17)
         deploy(1, max_queued=17)
-        eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 60)
+        eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 120)
     assert set(load.outcomes) == {"whole"}
 
 
@@ -105,8 +105,8 @@ def test_the_number_of_replicas_follows_the_load_and_fails_no_request(url: str) 
     }  # fmt: skip
     deploy(1, scaling=scaling)
     with Load(url, clients=10, delay=0.3) as load:
-        eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 90)
-    eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 90)
+        eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 120)
+    eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 120)
     assert set(load.outcomes) == {"whole"}
 
 
@@ -118,6 +118,6 @@ def test_late_first_tokens_bring_replicas_that_idle_slots_would_not(url: str) ->
     }  # fmt: skip
     deploy(1, scaling=scaling)
     with Load(url, clients=6, delay=0.01, stall=1.5) as load:
-        eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 90)
-    eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 90)
+        eventually(lambda: len(replica_pids(NAME, "engine")) == 3, 120)
+    eventually(lambda: len(replica_pids(NAME, "engine")) == 1, 120)
     assert set(load.outcomes) == {"whole"}

@@ -10,12 +10,14 @@ from serve_app.config import load_config
 from serve_app.engines.base import GenerateRequest, SamplingParams
 from serve_app.errors import EngineFailed
 from serve_app.watchdog import Stuck, Watchdog, prove
+from tests.direct import until
 from tests.fake_engine import FakeEngine
 
 
 def make(**replica: Any) -> tuple[Any, Watchdog]:
+    """Patient, and without grace."""
     config = load_config(
-        {"replica": {"stuck_after_s": 0.1, "warmup_grace_s": 0, "health_check_period_s": 0.1, **replica}}, use_env=False
+        {"replica": {"stuck_after_s": 60, "warmup_grace_s": 0, "health_check_period_s": 0.1, **replica}}, use_env=False
     )
     engine = FakeEngine(config, CollectorRegistry())
     return engine, Watchdog(engine, config.replica)
@@ -36,14 +38,14 @@ async def test_a_recent_token_is_proof_enough() -> None:
 
 
 async def test_an_engine_without_a_token_in_time_is_stuck() -> None:
-    engine, watchdog = make()
+    engine, watchdog = make(stuck_after_s=0.1)
     engine._broken = "stuck"
     await watchdog.look()
     assert isinstance(watchdog.failure, Stuck) and "0.1 s" in watchdog.failure.message
 
 
 async def test_within_its_grace_it_may_be_slow() -> None:
-    engine, watchdog = make(warmup_grace_s=60)
+    engine, watchdog = make(stuck_after_s=0.1, warmup_grace_s=60)
     engine._broken = "stuck"
     await watchdog.look()
     assert watchdog.failure is None
@@ -58,8 +60,9 @@ async def test_within_its_grace_it_may_not_be_dead() -> None:
 
 async def test_a_later_token_is_a_recovery() -> None:
     engine, watchdog = make()
-    engine._broken = "stuck"
+    engine._broken = "dead"
     await watchdog.look()
+    assert watchdog.failure is not None
     engine._broken = None
     await watchdog.look()
     assert watchdog.failure is None
@@ -69,11 +72,7 @@ async def test_it_looks_by_itself_until_it_is_stopped() -> None:
     engine, watchdog = make()
     engine._broken = "dead"
     watchdog.start()
-    for _ in range(200):
-        await asyncio.sleep(0.05)
-        if watchdog.failure is not None:
-            break
-    assert watchdog.failure is not None
+    await until(lambda: watchdog.failure is not None)
     await watchdog.stop()
 
 
@@ -81,7 +80,7 @@ async def test_a_request_that_stalls_is_not_an_engine_that_does() -> None:
     engine, watchdog = make()
     request = GenerateRequest("r", SamplingParams(), prompt="a stall=60")
     reader = asyncio.create_task(anext(engine.submit(request)))
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.stats().running == 1)
     await watchdog.look()
     assert watchdog.failure is None
     reader.cancel()

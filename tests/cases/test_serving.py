@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import FAKE_ENGINE, METRICS, Served, chat, eventually, metric, replica_pids
+from tests.conftest import FAKE_ENGINE, METRICS, Hold, Served, chat, eventually, metric, replica_pids
 
 CHAT = "/v1/chat/completions"
 
@@ -37,18 +37,23 @@ def official(crowded: Served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def at_once(served: Served, count: int, script: str, **fields: object) -> list[httpx.Response]:
-    def post(_: int) -> httpx.Response:
-        return httpx.post(served.url + CHAT, json=chat(script, **fields), timeout=60, trust_env=False)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(post, range(count)))
+def post(served: Served, script: str, **fields: object) -> httpx.Response:
+    return httpx.post(served.url + CHAT, json=chat(script, **fields), timeout=120, trust_env=False)
 
 
 # https://github.com/ray-project/ray/issues/51145
 @pytest.mark.parametrize("stream", [True, False])
-def test_too_many_at_once_is_an_envelope_that_says_when_to_come_again(crowded: Served, stream: bool) -> None:
-    answers = at_once(crowded, 10, "a delay=0.2 repeat=30", stream=stream)
+def test_too_many_at_once_is_an_envelope_that_says_when_to_come_again(
+    crowded: Served, stream: bool, hold: Hold
+) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(post, crowded, f"a b {hold}", stream=stream) for _ in range(10)]
+        try:
+            # Those that were let in say nothing before all others have their answers.
+            eventually(lambda: sum(one.done() for one in asked) == 5)
+        finally:
+            hold.release()
+        answers = [one.result() for one in asked]
     refused = [answer for answer in answers if answer.status_code != 200]
     assert [answer.status_code for answer in answers].count(200) == 5
     for answer in refused:
@@ -59,31 +64,38 @@ def test_too_many_at_once_is_an_envelope_that_says_when_to_come_again(crowded: S
 # A burst that fits must not be refused because it has not been assigned yet.
 def test_a_burst_that_fits_is_served(crowded: Served) -> None:
     for _ in range(3):
-        assert [answer.status_code for answer in at_once(crowded, 5, "a stall=0.2")] == [200] * 5
+        with ThreadPoolExecutor(5) as pool:
+            answers = list(pool.map(lambda _: post(crowded, "a stall=0.2"), range(5)))
+        assert [answer.status_code for answer in answers] == [200] * 5
 
 
 # The official client repeats a 408 twice: three generations.
 def test_a_request_whose_time_is_up_is_generated_once(crowded: Served, official: openai.OpenAI) -> None:
-    before = metric(crowded, "fake_submits_total")
+    def asked() -> float:
+        return metric(crowded, "gateway_requests_total", status="504")
+
+    before, submits = asked(), metric(crowded, "fake_submits_total")
     with pytest.raises(openai.APIStatusError) as caught:
         official.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "a stall=4"}],
+            model="fake", messages=[{"role": "user", "content": "a stall=600"}],
             extra_headers={"x-request-timeout-seconds": "1"},
         )  # fmt: skip
     assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
-    assert metric(crowded, "fake_submits_total") == before + 1
+    eventually(lambda: asked() == before + 1)
+    # None where a busy machine took all its time to bring it to the engine.
+    assert metric(crowded, "fake_submits_total") <= submits + 1
 
 
 # https://github.com/rllm-org/rllm/issues/926
 def test_a_first_request_that_takes_long_does_not_end_its_replica(crowded: Served) -> None:
     before = replica_pids("crowded", "engine")
-    (answer,) = at_once(crowded, 1, "a stall=8")
-    assert answer.status_code == 200 and replica_pids("crowded", "engine") == before
+    assert post(crowded, "a stall=8").status_code == 200
+    assert replica_pids("crowded", "engine") == before
 
 
 # https://github.com/ray-project/ray/issues/61263
 def test_a_replica_whose_engine_is_dead_is_not_ready_and_replaced(crowded: Served) -> None:
     before = replica_pids("crowded", "engine")
-    at_once(crowded, 1, "a dead=1")
-    eventually(lambda: bool(replica_pids("crowded", "engine")) and replica_pids("crowded", "engine") != before, 60)
-    eventually(lambda: at_once(crowded, 1, "a")[0].status_code == 200, 60)
+    post(crowded, "a dead=1")
+    eventually(lambda: bool(replica_pids("crowded", "engine")) and replica_pids("crowded", "engine") != before, 120)
+    eventually(lambda: post(crowded, "a").status_code == 200, 120)

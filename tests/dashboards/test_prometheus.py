@@ -34,7 +34,9 @@ def test_discovery_names_every_process_with_its_labels(prometheus: Prometheus, w
 
 
 def test_a_series_own_model_is_kept(prometheus: Prometheus, watched: Served) -> None:
-    httpx.post(f"{watched.url}/v1/chat/completions", json={"model": "made-up", "messages": []}, trust_env=False)
+    httpx.post(
+        f"{watched.url}/v1/chat/completions", json={"model": "made-up", "messages": []}, timeout=60, trust_env=False
+    )
     deadline = time.monotonic() + 60
     while not prometheus.instant('gateway_requests_total{status="404",model="unknown"}'):
         assert time.monotonic() < deadline

@@ -12,8 +12,8 @@ from tests.direct import counted, make_gateway, until
 
 
 async def leave(gateway: Any, script: str, *, stream: bool, cancel: bool) -> list[dict[str, Any]]:
-    """Post a script and leave once it runs, a stream that says something after its first words: as a disconnect message,
-    or by cancelling the application."""
+    """Post a script and leave once it runs, a stream after its first words if it has any: as a disconnect message, or
+    by cancelling the application."""
     gone, sent = asyncio.Event(), list[dict[str, Any]]()
     body = [{"type": "http.request", "body": json.dumps(chat(script, stream=stream)).encode()}]
 

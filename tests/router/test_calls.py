@@ -7,6 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from serve_app.router.calls import Calls
+from tests.direct import until
 
 
 class Actor:
@@ -37,7 +38,7 @@ def make(*names: str) -> tuple[Calls, list[asyncio.Future[None]]]:
 async def test_calls_of_a_dead_replica_are_cancelled_and_no_others() -> None:
     calls, (one, two, other) = make("a", "a", "b")
     calls.lost("a")
-    await asyncio.sleep(0.05)
+    await until(lambda: calls.of("a") == 0)
     assert (one.cancelled(), two.cancelled(), other.done()) == (True, True, False)
     assert (calls.of("a"), calls.of("b")) == (0, 1)
 
@@ -46,13 +47,11 @@ async def test_a_replica_that_leaves_finishes_its_calls() -> None:
     calls, (call,) = make("a")
     actor: Any = Actor(1)
     calls.watch("a", actor)
-    await asyncio.sleep(0.1)
-    assert actor.asked > 2 and not call.done()
+    await until(lambda: actor.asked > 2)
+    assert not call.done()
     call.set_result(None)
-    await asyncio.sleep(0.05)
-    asked = actor.asked
-    await asyncio.sleep(0.05)
-    assert actor.asked == asked
+    # Nobody asks any more.
+    await until(lambda: not calls._watches)
 
 
 async def test_calls_of_a_replica_that_fell_silent_end_once_it_is_dead() -> None:
@@ -69,10 +68,10 @@ async def test_a_replica_is_watched_once_however_often_it_leaves() -> None:
     actors: list[Any] = [Actor(1), Actor(1)]
     for actor in actors:
         calls.watch("a", actor)
-    await asyncio.sleep(0.05)
-    assert actors[0].asked > 0 and actors[1].asked == 0
+    await until(lambda: actors[0].asked > 2)
+    assert actors[1].asked == 0
     call.set_result(None)
-    await asyncio.sleep(0.05)
+    await until(lambda: not calls._watches)
 
 
 async def test_a_replica_without_calls_is_not_watched() -> None:

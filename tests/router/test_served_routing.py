@@ -4,35 +4,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.conftest import Served, eventually
+from tests.conftest import Hold, Served, eventually, samples
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. " * 20}
 
 
 def submits(served: Served) -> dict[str, float]:
-    """Requests that each of the two replicas got so far. One that is slow to be scraped is missing for a moment."""
-    seen: dict[str, float] = {}
-
-    def both() -> bool:
-        seen.update(scraped(served))
-        return len(seen) == 2
-
-    eventually(both, 60)
-    return seen
-
-
-def scraped(served: Served) -> dict[str, float]:
-    text = httpx.get(f"{served.url}/metrics", timeout=30, trust_env=False).text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return {s.labels["replica"]: s.value for s in samples if s.name == "fake_submits_total"}
+    """Requests that each of the two replicas got so far."""
+    return {s.labels["replica"]: s.value for s in samples(served) if s.name == "fake_submits_total"}
 
 
 def ask(served: Served, messages: list[dict[str, str]], **headers: str) -> str:
     body: dict[str, Any] = {"model": "fake", "messages": messages}
     # A connection of its own, so that any ingress may get it.
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, headers=headers, timeout=120, trust_env=False)
     assert answer.status_code == 200
     return str(answer.json()["choices"][0]["message"]["content"])
 
@@ -50,11 +36,18 @@ def test_the_turns_of_a_chat_stay_on_one_replica(served: Served) -> None:
     assert grown(served, before) == [0, 8]
 
 
-def test_under_load_a_shared_system_prompt_does_not_crowd_one_replica(served: Served) -> None:
+def test_under_load_a_shared_system_prompt_does_not_crowd_one_replica(served: Served, hold: Hold) -> None:
     before = submits(served)
     with ThreadPoolExecutor(24) as pool:
-        chats = [[SYSTEM, {"role": "user", "content": f"chat {number} stall=0.5"}] for number in range(24)]
-        list(pool.map(lambda messages: ask(served, messages), chats))
+        chats = [[SYSTEM, {"role": "user", "content": f"chat {number} {hold}"}] for number in range(24)]
+        asked = [pool.submit(ask, served, messages) for messages in chats]
+        try:
+            # None has ended before the last has begun.
+            eventually(lambda: sum(grown(served, before)) == 24)
+        finally:
+            hold.release()
+        for one in asked:
+            one.result()
     assert grown(served, before)[0] >= 6
 
 

@@ -130,7 +130,10 @@ class LocalEngine:
             if request_id in self._submissions:
                 raise InvalidRequest("a request with this id is already running", param="request_id")
             check_choices(wanted, self._config.engine)
-            if scheduler.queued + self._posted + wanted > self._config.engine.max_queued + scheduler.free:
+            # The slots first: the step loop takes a sequence from the queue before it takes a slot, so that none that
+            # moves meanwhile counts twice.
+            room = self._config.engine.max_queued + scheduler.free
+            if scheduler.queued + self._posted + wanted > room:
                 raise Overloaded("the engine's queue is full", retry_after=1)
             if not loop.post(partial(self._add, parts, submission)):
                 raise EngineGone("The engine of this replica is stopping.", retry_after=1)

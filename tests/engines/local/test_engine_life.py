@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,26 @@ from serve_app.config import Config
 from serve_app.engines.base import Chunk, GenerateRequest
 from serve_app.engines.local.engine import LocalEngine
 from serve_app.errors import EngineFailed, EngineGone, InvalidRequest, Overloaded, ReplicaLost
+from tests.conftest import SOON_S
 from tests.engines.local.helpers import collect, request, running
 
 Make = Callable[..., Config]
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+
+
+def hold(engine: LocalEngine, each_s: float = SOON_S) -> threading.Event:
+    """Nothing is verified before the event is set, or without it only after `each_s` more; first tokens come before
+    that. So no answer ends while a test is about to do something to it."""
+    assert engine._parts is not None
+    runner, go_on = engine._parts.runner, threading.Event()
+    verify = runner.verify
+
+    def held(*arguments: Any) -> Any:
+        go_on.wait(each_s)
+        return verify(*arguments)
+
+    runner.verify = held  # type: ignore[method-assign]
+    return go_on
 
 
 async def drained(engine: LocalEngine) -> None:
@@ -29,30 +46,25 @@ async def drained(engine: LocalEngine) -> None:
 
 async def test_the_first_token_does_not_wait_for_the_first_tree(make_config: Make) -> None:
     async with running(make_config()) as engine:
-        assert engine._parts is not None
-        runner, read = engine._parts.runner, threading.Event()
-        verify = runner.verify
-
-        def held(*arguments: Any) -> Any:
-            assert read.wait(60), "the first token was not handed over"
-            return verify(*arguments)
-
-        runner.verify = held  # type: ignore[method-assign]
+        go_on = hold(engine)
         stream = engine.submit(request("x", **LONG))
-        first = await anext(stream)
+        async with asyncio.timeout(SOON_S / 2):
+            first = await anext(stream)
         assert len(first.token_ids) == 1
-        read.set()
+        go_on.set()
         async for _ in stream:
             pass
 
 
 async def test_abort_ends_the_stream_and_frees_the_slot(make_config: Make) -> None:
     async with running(make_config()) as engine:
+        go_on = hold(engine)
         wanted = request("hi", **LONG)
         chunks: list[Chunk] = []
         async for chunk in engine.submit(wanted):
             if not chunks:
                 assert await engine.abort(wanted.request_id)
+                go_on.set()
             chunks.append(chunk)
         assert chunks[-1].finish_reason == "abort"
         assert chunks[-1].usage is not None
@@ -94,9 +106,11 @@ async def test_how_requests_ended_is_counted_and_probes_are_not(make_config: Mak
     async with running(make_config(), registry) as engine:
         await engine.health()
         await collect(engine, request("hi", max_tokens=3, ignore_eos=True))
+        go_on = hold(engine)
         stream = engine.submit(request("hi", **LONG))
         await anext(stream)
         await stream.aclose()
+        go_on.set()
         await drained(engine)
         model = engine.info().id
 
@@ -108,12 +122,14 @@ async def test_how_requests_ended_is_counted_and_probes_are_not(make_config: Mak
 
 async def test_cancelling_the_reader_aborts(make_config: Make) -> None:
     async with running(make_config()) as engine:
+        go_on = hold(engine)
         task = asyncio.create_task(collect(engine, request("hi", **LONG)))
         while not engine.stats().running:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        go_on.set()
         await drained(engine)
 
 
@@ -130,11 +146,33 @@ async def test_aborting_one_leaves_the_others_alone(make_config: Make) -> None:
 
 async def test_beyond_the_queue_is_overloaded_and_nothing_is_lost(make_config: Make) -> None:
     async with running(make_config(engine={"max_running": 1, "max_queued": 2})) as engine:
+        go_on = hold(engine)
         tasks = [asyncio.create_task(collect(engine, request("x", **LONG))) for _ in range(6)]
+        async with asyncio.timeout(SOON_S / 2):
+            while sum(task.done() for task in tasks) < 3:
+                await asyncio.sleep(0.001)
+        go_on.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [one for one in done if isinstance(one, Overloaded)]
         assert len(refused) == 3
         assert all(one.last.finish_reason == "length" for one in done if not isinstance(one, BaseException))
+
+
+def test_a_sequence_that_moves_from_the_queue_to_a_slot_counts_once(make_config: Make) -> None:
+    """At whatever moment the step loop admits it, seen by the thread that asks for room."""
+    engine = LocalEngine(make_config(engine={"max_running": 1, "max_queued": 2}))
+    state = {"queued": 2, "free": 1}
+
+    class Admitting:
+        def __getattr__(self, name: str) -> int:
+            seen = state[name]
+            state.update(queued=1, free=0)
+            return seen
+
+    parts = SimpleNamespace(stepper=SimpleNamespace(scheduler=Admitting()))
+    submission = SimpleNamespace(sequences=[None])
+    engine._enqueue(parts, SimpleNamespace(post=lambda work: True), "r", submission)  # type: ignore[arg-type]
+    assert engine._posted == 1
 
 
 async def test_an_id_in_use_is_refused(make_config: Make) -> None:
@@ -149,11 +187,13 @@ async def test_an_id_in_use_is_refused(make_config: Make) -> None:
 
 async def test_health_is_answered_while_every_slot_is_taken(make_config: Make) -> None:
     async with running(make_config(engine={"max_running": 1, "max_queued": 5})) as engine:
+        go_on = hold(engine, each_s=0.05)
         tasks = [asyncio.create_task(collect(engine, request("x", **LONG))) for _ in range(3)]
         while not engine.stats().running:
             await asyncio.sleep(0.001)
         await engine.health()
         assert not any(task.done() for task in tasks[1:])
+        go_on.set()
         await asyncio.gather(*tasks)
 
 
@@ -176,9 +216,11 @@ def break_forward(engine: LocalEngine, times: int) -> None:
 
 async def test_a_fault_ends_the_affected_requests_and_the_engine_goes_on(make_config: Make) -> None:
     async with running(make_config()) as engine:
+        go_on = hold(engine)
         stream = engine.submit(request("x", **LONG))
         await anext(stream)
         break_forward(engine, 1)
+        go_on.set()
         with pytest.raises(EngineFailed):
             async for _ in stream:
                 pass
@@ -198,8 +240,9 @@ async def test_lasting_faults_make_it_unhealthy(make_config: Make) -> None:
 
 
 async def test_a_stuck_step_is_unhealthy_within_bounds(make_config: Make) -> None:
-    engine = LocalEngine(make_config(), health_timeout_s=0.2)
+    engine = LocalEngine(make_config())
     await engine.start()
+    engine._health_timeout = 0.2
     assert engine._parts is not None and engine._loop is not None
     release = threading.Event()
     engine._loop.post(lambda: (release.wait(), None)[1])
@@ -213,6 +256,7 @@ async def test_a_dead_loop_fails_everyone_and_says_so(make_config: Make) -> None
     engine = LocalEngine(make_config())
     await engine.start()
     assert engine._loop is not None
+    go_on = hold(engine)
     stream = engine.submit(request("x", **LONG))
     await anext(stream)
 
@@ -220,6 +264,7 @@ async def test_a_dead_loop_fails_everyone_and_says_so(make_config: Make) -> None
         raise SystemError("gone")
 
     engine._loop.post(die)
+    go_on.set()
     with pytest.raises(ReplicaLost):
         async for _ in stream:
             pass
@@ -235,10 +280,14 @@ async def test_a_dead_loop_fails_everyone_and_says_so(make_config: Make) -> None
 async def test_stop_aborts_everything_and_ends_the_thread(make_config: Make) -> None:
     engine = LocalEngine(make_config(engine={"max_running": 1}))
     await engine.start()
+    go_on = hold(engine)
     tasks = [asyncio.create_task(collect(engine, request("x", **LONG))) for _ in range(3)]
     while engine.stats().running + engine.stats().queued < 3:
         await asyncio.sleep(0.001)
-    await engine.stop()
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    go_on.set()
+    await stopping
     assert {one.last.finish_reason for one in await asyncio.gather(*tasks)} == {"abort"}
     assert not any(thread.name == "ddtree-step-loop" for thread in threading.enumerate())
     await engine.stop()
