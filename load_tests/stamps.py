@@ -28,7 +28,7 @@ SO_TIMESTAMPNS = 35 if sys.platform == "linux" else None
 _TIMESPEC = struct.Struct("@ll")
 CLOCK_READS, CLOCK_CLOSE_S = 5, 2e-5
 _ROOM = gevent.socket.CMSG_SPACE(_TIMESPEC.size)
-STAMPS_WITHIN_S = 1.0
+STAMPS_WITHIN_S = 5.0
 _KEPT: list[gevent.socket.socket] = []
 
 
@@ -100,7 +100,7 @@ def stamping() -> bool:
     """Whether the kernel stamps what arrives, from now on and as long as this process lives.
 
     It begins a moment after the first socket asked, and ends when no socket asks any more; what arrives meanwhile has
-    no stamp. So one connection stays open here, and this waits, a second at most, for its first stamp.
+    no stamp. So one connection stays open here, and this waits, a few seconds at most, for its first stamp.
     """
     if SO_TIMESTAMPNS is None:
         return False

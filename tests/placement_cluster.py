@@ -117,7 +117,7 @@ def deploy(replicas: int, **placement: Any) -> None:
     serve._run(bind(config(replicas, **placement), FAKE_ENGINE, NODE_READER), name="app", _blocking=False)
 
 
-def until(condition: Any, seconds: float = 90) -> bool:
+def until(condition: Any, seconds: float = 200) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -191,7 +191,7 @@ def controller_killed(url: str) -> dict[str, Any]:
         os.kill(pid, signal.SIGKILL)
     answers.join()
     healed = until(lambda: len(replicas()) == 3 and running() == 3 and {a["ActorID"] for a in replicas()} != before)
-    tidy = until(lambda: len(groups()) == 3, 60)
+    tidy = until(lambda: len(groups()) == 3)
     return {"answers": answers.right(), "healed": healed, "groups": len(groups()), "tidy": tidy}
 
 
@@ -252,7 +252,7 @@ def drained(cluster: Cluster, url: str) -> dict[str, Any]:
 
 def deleted() -> dict[str, Any]:
     serve.delete("app")
-    return {"left": until(lambda: not groups(), 60) and len(groups())}
+    return {"left": until(lambda: not groups()) and len(groups())}
 
 
 class Load:
@@ -273,7 +273,7 @@ class Load:
         body = chat(f"{self.WORDS} repeat={self.REPEAT} delay=0.1", stream=True, temperature=0)
         try:
             with httpx.stream(
-                "POST", f"{self.url}/v1/chat/completions", json=body, timeout=90, trust_env=False
+                "POST", f"{self.url}/v1/chat/completions", json=body, timeout=180, trust_env=False
             ) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
@@ -288,11 +288,11 @@ class Load:
             self.ends[index] += repr(error)
 
     def wait_for_tokens(self) -> None:
-        until(lambda: all(self.texts), 30)
+        until(lambda: all(self.texts))
 
     def join(self) -> None:
         for thread in self.threads:
-            thread.join(90)
+            thread.join(180)
 
     def joined(self) -> "Load":
         self.join()
@@ -309,6 +309,6 @@ class Load:
 
 
 if __name__ == "__main__":
-    signal.alarm(560)
+    signal.alarm(1160)
     main()
     sys.exit(0)

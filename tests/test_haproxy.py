@@ -16,12 +16,12 @@ ALL = [*QUICK, "tests/channel/test_served.py", "tests/cases", "tests/test_lifecy
 pytestmark = [
     pytest.mark.skipif(FOUND.binary is None, reason=f"HAProxy cannot be used: {FOUND.why}"),
     pytest.mark.skipif(PROXY == "haproxy", reason="it runs behind HAProxy already"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
 ]
 
 
 def test_what_holds_behind_serves_proxy_holds_behind_haproxy() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(ALL if FULL else QUICK)]
     env = {**os.environ, "TEST_PROXY": "haproxy"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=880, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1480, check=False)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import FULL, full_only, scenarios
 
-pytestmark = pytest.mark.timeout(620)
+pytestmark = pytest.mark.timeout(1200)
 SCENARIOS = ["wrong", "placed", "node_lost", "deleted"]
 if FULL:
     SCENARIOS[2:3] = ["crowded", "controller", "gcs", "proxy", "node_lost", "drained"]
@@ -14,7 +14,7 @@ if FULL:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    return scenarios("tests.placement_cluster", SCENARIOS, 580)
+    return scenarios("tests.placement_cluster", SCENARIOS, 1180)
 
 
 def test_each_replica_has_a_node_of_its_own(seen: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_a_clusters_nodes_name_it_by_one_path(tmp_path: Path, monkeypatch: pytes
     }
     # Through the links, it starts the PATH's.
     said = subprocess.run(
-        ["ddtree-haproxy", "-v"], env={"PATH": f"{where}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=10,
+        ["ddtree-haproxy", "-v"], env={"PATH": f"{where}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
         check=True,
     )  # fmt: skip
     assert said.stdout.startswith("HAProxy version")
@@ -101,6 +101,8 @@ def test_applications_beside_each_other_share_no_port() -> None:
         if name.endswith("_PORT")
     ]
     assert len(ports) == len(set(ports)) == 6
+    # Nor with whatever asks the system for one before HAProxy starts.
+    assert all(int(port) in proxy.OWN_PORTS for port in ports)
     assert "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT" in proxy.local_switches("/x", "127.0.0.1")
 
 
@@ -133,7 +135,7 @@ def test_the_script_changes_what_serve_wrote(tmp_path: Path, host: str) -> None:
     env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "$@"), "HAPROXY_PAGES_HOST": host}
     (tmp_path / "haproxy").write_text('#!/bin/sh\nprintf "%s " "$@"\n')
     said = subprocess.run(
-        [proxy.SCRIPT, "-db", "-f", config, "-sf", "1"], env=env, capture_output=True, text=True, timeout=10, check=True
+        [proxy.SCRIPT, "-db", "-f", config, "-sf", "1"], env=env, capture_output=True, text=True, timeout=60, check=True
     )
     assert said.stdout.split() == ["-db", "-f", str(config), "-sf", "1"]
     lines = [line.strip() for line in config.read_text().splitlines()]
@@ -173,7 +175,7 @@ def test_a_nodes_own_ingresses_come_first(tmp_path: Path) -> None:
     config = tmp_path / "haproxy.cfg"
     config.write_text(BACKENDS)
     env = {**os.environ, "HAPROXY_BINARY": fake_haproxy(tmp_path, "")}
-    subprocess.run([proxy.SCRIPT, "-f", config], env=env, capture_output=True, timeout=10, check=True)
+    subprocess.run([proxy.SCRIPT, "-f", config], env=env, capture_output=True, timeout=60, check=True)
     sections = config.read_text().split("backend ")
     near, far = (next(text for text in sections if text.startswith(name)) for name in ("near", "far"))
     servers = [line.split() for line in near.splitlines() if line.startswith("    server")]
@@ -194,6 +196,6 @@ def test_haproxy_takes_what_the_script_writes(tmp_path: Path) -> None:
     )
     env = {**os.environ, "HAPROXY_BINARY": choice.binary}
     done = subprocess.run(
-        [proxy.SCRIPT, "-c", "-f", config], env=env, capture_output=True, text=True, timeout=30, check=False
+        [proxy.SCRIPT, "-c", "-f", config], env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import socket
@@ -32,6 +33,8 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "haproxy.sh"
 # Long answers outlive a reload: HAProxy ends what has not ended so long after one.
 HARD_STOP_MARGIN_S = 60
+# Below Linux's ephemeral ports, and below Serve's for ingress processes, which begin at 30000.
+OWN_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def _is_script(path: str) -> bool:
 def version_of(binary: str) -> tuple[int, ...] | None:
     """(2, 8, 25); None for what cannot say."""
     try:
-        said = subprocess.run([binary, "-v"], capture_output=True, text=True, timeout=10, check=False).stdout
+        said = subprocess.run([binary, "-v"], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"HAProxy version (\d+(?:\.\d+)+)", said)
@@ -158,9 +161,17 @@ def apply(found: Mapping[str, str]) -> None:
 
 
 def _free_ports(count: int) -> list[str]:
-    """Different ones: all are held while the last is found."""
+    """Different ones: all are held while the last is found. HAProxy takes them only once Ray and Serve have started, so
+    they are none of those that the system hands out by itself or that Serve's ingress processes take."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+            _bind(probe)
         return [str(probe.getsockname()[1]) for probe in probes]
+
+
+def _bind(probe: socket.socket) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().choice(OWN_PORTS)))
+            return

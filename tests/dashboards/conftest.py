@@ -17,7 +17,7 @@ from deploy.monitoring.binaries import Unavailable, find
 from deploy.monitoring.run import command, configuration
 from tests.conftest import METRICS, Served, free_port
 
-PATIENCE_S = 200
+PATIENCE_S = 300
 CHAT = "/v1/chat/completions"
 QUESTIONS = ("Name three colours.", "Count from one to ten.", "What is the capital of France?")
 
@@ -29,7 +29,7 @@ class Prometheus:
     url: str
 
     def get(self, path: str, **params: Any) -> Any:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=30, trust_env=False).json()
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=60, trust_env=False).json()
         assert answer["status"] == "success", answer
         return answer["data"]
 

@@ -16,7 +16,7 @@ from tests.dashboards.conftest import Prometheus
 from tests.dashboards.test_boards import name_of
 from tests.dashboards.test_rules import ALERTS, rules
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 # Selectors of rules without data here, and why.
 ABSENT_IN_RULES = {
     "model:ddtree_acceptance_length:baseline1d": "leaves out the last half hour, and the test is shorter than that",

@@ -65,7 +65,7 @@ def run(name: str, port: int, directory: Path) -> dict[str, Any]:
     client = _get_global_client()
     assert client is not None
     client.deploy_apps(ServeDeploySchema.model_validate(tree))
-    up = until(lambda: status() == "RUNNING", 180)
+    up = until(lambda: status() == "RUNNING", 400)
     seen = {"up": up, "status": status(), "model": app["args"]["model"]["id"]}
     seen |= {"engines": nodes_of("engine"), "ingresses": nodes_of("ingress"), "bundles": bundles()}
     seen["answer"] = ask(f"http://127.0.0.1:{port}", seen["model"]) if up else ""
@@ -79,9 +79,9 @@ def drained(before: list[str]) -> dict[str, Any]:
     """The node with the only engine is emptied, and the others have room; it takes nothing more afterwards."""
     node = next(node["NodeID"] for node in ray.nodes() if node["Labels"]["name"] == before[0])
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "serve_app.drain", "--address", address, "--node-id", node, "--deadline", "120"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    until(lambda: bool(nodes_of("engine")), 60)  # Ray's list of actors follows a little later
+    command = [sys.executable, "-m", "serve_app.drain", "--address", address, "--node-id", node, "--deadline", "240"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    until(lambda: bool(nodes_of("engine")))  # Ray's list of actors follows a little later
     return {"code": done.returncode, "said": done.stderr[-500:], "engines": nodes_of("engine")}
 
 
@@ -123,6 +123,6 @@ def ask(url: str, model: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.alarm(600)
+    signal.alarm(1160)
     main()
     sys.exit(0)

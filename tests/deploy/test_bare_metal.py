@@ -23,7 +23,7 @@ UNITS = sorted((METAL / "systemd").glob("*.service"))
 
 def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+        list(map(str, command)), env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -79,7 +79,7 @@ def test_an_application_that_does_not_answer_is_told(
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}" if there else NOBODY
         line = [sys.executable, "-m", "deploy.monitoring.run", "--application", url, "--data", str(tmp_path / "data")]
-        done = subprocess.run(line, env=not_prometheus, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(line, env=not_prometheus, capture_output=True, text=True, timeout=120, check=True)
         server.shutdown()
         thread.join()
     assert done.stdout.startswith("Prometheus on ")
@@ -108,7 +108,7 @@ def test_prometheus_starts_without_an_error(tmp_path: Path) -> None:
 
 def until_discovering(port: int, log: Path) -> None:
     """Ready, and its discovery has run: a manager of targets tells its pools."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:
         try:
             pools = httpx.get(f"http://127.0.0.1:{port}/api/v1/targets", timeout=5, trust_env=False).json()

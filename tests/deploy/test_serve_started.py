@@ -13,13 +13,13 @@ from tests.deploy.serve_cluster import DRAINED
 # Overlays hold what the bare-metal files hold (test_k8s), so that one run of each shape is enough every day.
 NAMES = sorted(ALL if FULL else BARE_METAL, key=lambda name: name == DRAINED)
 ONE_NODE = [{"CPU": 16.0, "GPU": 8.0, "accelerator_type:B300": 0.001}]
-pytestmark = [pytest.mark.timeout(650), pytest.mark.model]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.model]
 each = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    return scenarios("tests.deploy.serve_cluster", NAMES, 620, RAY_prestart_worker_first_driver="0")
+    return scenarios("tests.deploy.serve_cluster", NAMES, 1180, RAY_prestart_worker_first_driver="0")
 
 
 @each

@@ -22,7 +22,7 @@ def message(age_s: float) -> list[tuple[int, int, bytes]]:
 
 @linux
 def test_a_stamp_is_told_on_the_monotonic_clock() -> None:
-    assert arrival(message(5.0), 0.0) == pytest.approx(time.perf_counter() - 5.0, abs=1.0)
+    assert arrival(message(5.0), 0.0) == pytest.approx(time.perf_counter() - 5.0, abs=4.0)
 
 
 @linux
