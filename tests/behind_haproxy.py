@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from tests.conftest import FAKE_ENGINE, METRICS, PROXY, Served, chat, eventually, metric, replica_pids
+from tests.conftest import FAKE_ENGINE, METRICS, PROXY, Served, chat, eventually, replica_pids
 
 CHAT = "/v1/chat/completions"
 pytestmark = pytest.mark.skipif(PROXY != "haproxy", reason="needs TEST_PROXY=haproxy")
@@ -53,7 +54,7 @@ def test_it_is_haproxy_that_listens_and_for_this_machine_alone(served: Served) -
 
 def test_a_client_that_waits_too_long_is_told_in_openais_shape(served: Served) -> None:
     answer = httpx.post(
-        served.url + CHAT, json=chat("a stall=600"), headers={"x-request-timeout-seconds": "0.5"}, timeout=60
+        served.url + CHAT, json=chat("a stall=30"), headers={"x-request-timeout-seconds": "0.5"}, timeout=60
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert answer.headers["x-should-retry"] == "false" and len(answer.headers.get_list("x-request-id")) == 1
@@ -85,7 +86,7 @@ def ingress(lonely: Served) -> int:
 def test_a_stream_whose_ingress_is_lost_is_never_taken_for_ended(lonely: Served, ingress: int) -> None:
     """HAProxy breaks it off as a connection does, for nobody is left to write an error frame; the edge writes one where
     Serve's proxy stands in until HAProxy knows an ingress that has just started."""
-    body = chat("a delay=0.1 repeat=1000", stream=True)
+    body = chat("a delay=0.1 repeat=100", stream=True)
     seen = []
     with httpx.stream("POST", lonely.url + CHAT, json=body, timeout=60, trust_env=False) as answer:
         lines = answer.iter_lines()
@@ -101,13 +102,8 @@ def test_a_stream_whose_ingress_is_lost_is_never_taken_for_ended(lonely: Served,
 
 
 def test_a_whole_answer_whose_ingress_is_lost_is_an_envelope(lonely: Served, ingress: int) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(
-            httpx.post, lonely.url + CHAT, json=chat("a delay=0.1 repeat=1000"), timeout=120, trust_env=False
-        )
-        eventually(lambda: metric(lonely, "fake_running_requests") == 1)
-        os.kill(ingress, signal.SIGKILL)
-        answer = asked.result()
+    threading.Timer(1, os.kill, (ingress, signal.SIGKILL)).start()
+    answer = httpx.post(lonely.url + CHAT, json=chat("a delay=0.1 repeat=100"), timeout=60, trust_env=False)
     # HAProxy's own, or the edge's where Serve's proxy stood in for an ingress that was just replaced.
     assert answer.status_code == 503 and answer.json()["error"]["code"] in ("not_ready", "replica_lost")
     assert answer.headers["x-should-retry"] == "true" and int(answer.headers["retry-after"]) >= 1
@@ -124,16 +120,14 @@ def test_requests_that_meet_a_frozen_ingress_end(serve_app_factory: Callable[...
     served = serve_app_factory("icy", config, FAKE_ENGINE)
     # Until then Serve's own proxy stands in for them.
     eventually(lambda: ingresses_up("icy") == 2, 120)
-    # Made before, which takes longer than to ask: HAProxy looks after its servers meanwhile.
-    with httpx.Client(timeout=120, trust_env=False) as client, ThreadPoolExecutor(16) as pool:
-        assert ask(served, client) == "whole"
-        frozen, _ = replica_pids("icy", "ingress").values()
-        os.kill(frozen, signal.SIGSTOP)
-        ends = Counter(pool.map(lambda _: ask(served, client), range(16)))
-        # Each within the client's patience.
-        assert ends.keys() == {"whole", "503 not_ready retry"}, ends
-        eventually(lambda: frozen not in replica_pids("icy", "ingress").values(), 120)
-        assert {ask(served, client) for _ in range(8)} == {"whole"}
+    frozen, _ = replica_pids("icy", "ingress").values()
+    os.kill(frozen, signal.SIGSTOP)
+    with ThreadPoolExecutor(16) as pool:
+        ends = Counter(pool.map(lambda _: ask(served), range(16)))
+    # Each within the client's patience.
+    assert ends.keys() == {"whole", "503 not_ready retry"}, ends
+    eventually(lambda: frozen not in replica_pids("icy", "ingress").values(), 120)
+    assert {ask(served) for _ in range(8)} == {"whole"}
 
 
 def test_serve_makes_no_tasks_of_its_own_for_a_request(served: Served) -> None:
@@ -158,9 +152,9 @@ def ingresses_up(app: str) -> int:
     return sum(row["status"] == "UP" and f"{app}-ingress" in row["svname"] for row in rows)
 
 
-def ask(served: Served, client: httpx.Client) -> str:
+def ask(served: Served) -> str:
     """How a short answer ends."""
-    answer = client.post(served.url + CHAT, json=chat("a b"))
+    answer = httpx.post(served.url + CHAT, json=chat("a b"), timeout=60, trust_env=False)
     if answer.status_code == 200:
         return "whole" if answer.json()["choices"][0]["message"]["content"] == "a b" else answer.text
     retry = " retry" if answer.headers.get("x-should-retry") == "true" else ""
