@@ -1,6 +1,7 @@
 """When an engine counts as failed."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -40,6 +41,18 @@ async def test_an_engine_without_a_token_in_time_is_stuck() -> None:
     engine._broken = "stuck"
     await watchdog.look()
     assert isinstance(watchdog.failure, Stuck) and "0.1 s" in watchdog.failure.message
+
+
+async def test_tokens_of_others_are_proof_while_its_own_waits_behind_them() -> None:
+    engine, watchdog = make()
+
+    async def behind_a_long_prompt() -> None:
+        engine._last = time.monotonic()  # the other's first token
+        await asyncio.Event().wait()
+
+    engine.health = behind_a_long_prompt
+    await watchdog.look()
+    assert watchdog.failure is None
 
 
 async def test_within_its_grace_it_may_be_slow() -> None:
