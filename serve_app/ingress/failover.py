@@ -75,15 +75,17 @@ class Failover:
             sent = merge(job.choices, parts) if parts else ()
             again = replace(job, sent=sent, shunned=known) if sent or known else job
             try:
-                async for item in _attempt(self.backend, again, shunned):
-                    if wait_s:
-                        self.metrics.resumes.labels("resumed").inc()
-                        wait_s = 0.0
-                    parts.extend(item.progress)
-                    if begun and not item.data and item.error is None:
-                        continue  # that generation has begun is known
-                    begun = True
-                    yield item
+                # Closed with this iterator: the replica shall not generate on until somebody collects garbage.
+                async with contextlib.aclosing(_attempt(self.backend, again, shunned)) as items:  # type: ignore[type-var]
+                    async for item in items:
+                        if wait_s:
+                            self.metrics.resumes.labels("resumed").inc()
+                            wait_s = 0.0
+                        parts.extend(item.progress)
+                        if begun and not item.data and item.error is None:
+                            continue  # that generation has begun is known
+                        begun = True
+                        yield item
                 return
             except ServeError as error:
                 pause_s = 0.0

@@ -1,5 +1,6 @@
 """Answers that go on when their replica is lost, over replicas in this process that break off where they are told."""
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ServeError, Unsupported
-from serve_app.ingress.failover import MET_AGAIN, may_resume
+from serve_app.ingress.failover import MET_AGAIN, Failover, may_resume
 from serve_app.ingress.generation import Gateway
 from serve_app.protocol import Item, Job
 from tests.conftest import chat
@@ -187,6 +188,34 @@ async def test_a_new_request_does_not_wait_for_room() -> None:
 async def test_a_fault_of_the_engine_is_not_repeated() -> None:
     response, backend, _ = await run(stream("a b c delay=0.01"), [1], {0: EngineFailed("no")})
     assert events(response)[-1]["error"]["code"] == "engine_error" and len(backend.jobs) == 1
+
+
+class Watched(DirectBackend):
+    """Knows how many of its streams are open."""
+
+    open = 0
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        self.open += 1
+        try:
+            async with contextlib.aclosing(super().generate(job)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    yield item
+        finally:
+            self.open -= 1
+
+
+async def test_once_a_stream_is_closed_its_replica_works_no_more_for_it() -> None:
+    gateway = await make_gateway()
+    backend = Watched(gateway.backend.replica)  # type: ignore[attr-defined]
+    request = GenerateRequest("r", SamplingParams(), prompt="a delay=0.01 b repeat=400")
+    job = Job("j", 1, "m", True, True, False, (request,))
+    failover = Failover(backend, gateway.config.ingress, gateway.metrics)
+    items: Any = failover.items(job, await backend.info())
+    await anext(items)
+    assert backend.open == 1
+    await items.aclose()
+    assert backend.open == 0
 
 
 class Gone(DirectBackend):
