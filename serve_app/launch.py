@@ -142,6 +142,7 @@ def _serve(host: str, port: int, config: Config) -> str | None:
     Returns:
         Why the application could not be started, or None.
     """
+    _on_stop(_stop_soon)
     import ray
     from ray import serve
 
@@ -149,10 +150,12 @@ def _serve(host: str, port: int, config: Config) -> str | None:
 
     try:
         application = bind(config)
+        _check_stop()
         # Without an address Ray would join any cluster that runs on this machine, and Serve replace its application.
         ray.init(address=os.environ.get("RAY_ADDRESS") or "local", namespace="serve")
         # After ray.init, which installs handlers of its own.
         _on_stop(_drain_first)
+        _check_stop()
         serve.start(http_options={"host": host, "port": port})
         serve.run(application, name=APP_NAME)
         while True:
@@ -202,6 +205,18 @@ def _on_stop(handler: Callable[..., None]) -> None:
             signal.signal(number, handler)
 
 
+def _stop_soon(*_: object) -> None:
+    """While there is nothing to drain yet. To raise inside an import may leave logging's lock taken for ever, or be
+    swallowed there; a second signal does not wait."""
+    _on_stop(_interrupt)
+    _stopping.set()
+
+
+def _check_stop() -> None:
+    if _stopping.is_set():
+        raise KeyboardInterrupt
+
+
 def _drain_first(*_: object) -> None:
     """Serve's shutdown kills the proxies before anything else, which would cut running answers; deleting the
     application first lets them end, within the replicas' own time. A second signal does not wait."""
@@ -214,7 +229,8 @@ def _drain_first(*_: object) -> None:
 def _drain() -> None:
     from ray import serve
 
-    print("Stopping when the running answers have ended; once more (Ctrl-C) cuts them.", flush=True)
+    with contextlib.suppress(OSError):  # whoever read this may have left, which must not keep it from stopping
+        print("Stopping when the running answers have ended; once more (Ctrl-C) cuts them.", flush=True)
     try:
         serve.delete(APP_NAME)
     except Exception as error:

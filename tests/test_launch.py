@@ -1,5 +1,6 @@
 """What the launcher does besides `serve run`; the whole of it runs in test_laptop."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -185,3 +186,30 @@ def test_the_end_of_the_drain_begins_the_shutdown(ending: threading.Event, monke
     monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
     launch._drain()
     assert signals == [launch.signal.SIGTERM] and not ending.is_set()
+
+
+def test_a_drain_that_nobody_reads_of_ends_all_the_same(
+    ending: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(serve, "delete", lambda name: None)
+    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
+    with open("/dev/full", "w") as full:  # as a pipe that nobody holds the other end of
+        monkeypatch.setattr(sys, "stdout", full)
+        launch._drain()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert signals == [launch.signal.SIGTERM]
+
+
+def test_a_signal_before_there_is_anything_to_drain_raises_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised inside an import of Ray's it was swallowed, or left logging's lock taken, so that nothing stopped it."""
+    monkeypatch.setattr(launch, "_stopping", threading.Event())
+    handlers: list[object] = []
+    monkeypatch.setattr(launch, "_on_stop", handlers.append)
+    launch._check_stop()
+    launch._stop_soon()
+    assert handlers == [launch._interrupt]
+    with pytest.raises(KeyboardInterrupt):
+        launch._check_stop()

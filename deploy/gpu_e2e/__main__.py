@@ -8,6 +8,7 @@ came to its end, 1 when one failed; missed targets are in the report.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -46,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     sharded = (model, options.drafter)
     if gpus > 1 and "tp2" in wanted:
         sharded = write_pair(model, options.drafter, options.work / "sharded", 2)
-    machine = Machine(model, options.drafter, gpus, options.dtype, options.budget, max(levels), sharded)
+    machine = Machine(
+        model, options.drafter, gpus, options.dtype, options.budget, max(levels), sharded, options.server_args
+    )
     run = Run(
         machine,
         Options(
@@ -78,6 +81,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--ready", type=float, default=240.0, help="seconds an engine may take to start (default: %(default)s)")
     add("--dtype", default="float16", help="float16 has fewer near-ties than bfloat16 (default: %(default)s)")
     add("--budget", type=int, default=32, help="nodes of a draft tree (default: %(default)s)")
+    add("--server-args", type=json.loads, default={}, help="more of SGLang's, for all engines, as a JSON object")
     add("--gpus", type=int, help="default: what nvidia-smi lists")
     add("--cpu", action="store_true", help="rehearse where there is no GPU: SGLang on a CPU, which cannot draft")
     options = parser.parse_args(argv)
@@ -116,7 +120,7 @@ def _facts(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
             facts[name] = version(name)
         except PackageNotFoundError:
             facts[name] = "not installed"
-    chosen = ("dtype", "budget", "tokens", "streams", "rounds", "seconds", "stages", "cpu")
+    chosen = ("dtype", "budget", "tokens", "streams", "rounds", "seconds", "stages", "cpu", "server_args")
     return facts | {name: getattr(options, name) for name in chosen}
 
 

@@ -5,7 +5,7 @@ What this module does not do: start anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Machine:
     Attributes:
         model, drafter: directories. gpus: how many there are; 0 rehearses on a CPU, where SGLang cannot draft.
         streams: the largest concurrency, which is also the largest batch and captured graph.
-        sharded: directories of both with heads that two ranks can share.
+        sharded: directories of both with heads that two ranks can share. server_args: SGLang's, beside those above.
     """
 
     model: Path
@@ -44,6 +44,7 @@ class Machine:
     budget: int
     streams: int
     sharded: tuple[Path, Path]
+    server_args: dict[str, Any] = field(default_factory=dict)
 
     @property
     def cpu(self) -> bool:
@@ -55,6 +56,7 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
     cpu = machine.cpu
     drafts = mode != "ar" and not cpu
     arguments = dict(ON_A_CPU if cpu else {**ON_A_GPU, "cuda_graph_max_bs_decode": machine.streams})
+    arguments |= machine.server_args
     model, drafter = machine.sharded if num_gpus > 1 else (machine.model, machine.drafter)
     settings: dict[str, Any] = {
         "model": {

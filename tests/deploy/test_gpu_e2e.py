@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,12 @@ def test_each_mode_is_a_configuration_whose_arguments_the_engine_takes(machine: 
 def test_the_largest_load_is_the_largest_captured_batch() -> None:
     config = load_config(tree(GPU, "ddtree"), use_env=False)
     assert config.engine.max_running == config.sglang.server_args["cuda_graph_max_bs_decode"] == 64
+
+
+def test_more_arguments_reach_every_engine_beside_its_own() -> None:
+    more = {"enable_prefill_delayer": True, "max_total_tokens": 5}
+    plain = tree(GPU, "ar")["sglang"]["server_args"]
+    assert tree(replace(GPU, server_args=more), "ar")["sglang"]["server_args"] == plain | more
 
 
 def test_two_gpus_get_one_replica_on_each_node_and_one_over_both() -> None:
