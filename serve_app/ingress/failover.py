@@ -2,7 +2,8 @@
 
 A job of which nothing was sent yet starts anew; that covers every answer that does not stream. How often is bounded,
 because the request itself may be what ends replicas. A replica whose engine had died before took nothing of the job:
-until Serve has replaced it, each job that meets it goes on to others at once.
+until Serve has replaced it, each job that meets it goes on to others at once. Nor does one whose engine is full refuse
+for the others.
 
 What this module does not do: choose the replica (a job names those to avoid), or notice that one hangs (Serve's health
 checks end those).
