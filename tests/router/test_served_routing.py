@@ -36,7 +36,15 @@ def test_the_turns_of_a_chat_stay_on_one_replica(served: Served) -> None:
     assert grown(served, before) == [0, 8]
 
 
+def test_a_session_stays_on_one_replica_whatever_it_says(served: Served) -> None:
+    before = submits(served)
+    for number in range(8):
+        ask(served, [{"role": "user", "content": f"{number} unrelated"}], **{"x-session-id": "s-42"})
+    assert grown(served, before) == [0, 8]
+
+
 def test_under_load_a_shared_system_prompt_does_not_crowd_one_replica(served: Served, hold: Hold) -> None:
+    """The last of this file: a router learns a moment later than the clients that answers have ended."""
     before = submits(served)
     with ThreadPoolExecutor(24) as pool:
         chats = [[SYSTEM, {"role": "user", "content": f"chat {number} {hold}"}] for number in range(24)]
@@ -48,11 +56,5 @@ def test_under_load_a_shared_system_prompt_does_not_crowd_one_replica(served: Se
             hold.release()
         for one in asked:
             one.result()
-    assert grown(served, before)[0] >= 6
-
-
-def test_a_session_stays_on_one_replica_whatever_it_says(served: Served) -> None:
-    before = submits(served)
-    for number in range(8):
-        ask(served, [{"role": "user", "content": f"{number} unrelated"}], **{"x-session-id": "s-42"})
-    assert grown(served, before) == [0, 8]
+    # Each of two ingresses gives a replica half as many again as the mean at most, or three more; alone affinity leaves 0.
+    assert grown(served, before)[0] >= 3
