@@ -180,11 +180,14 @@ class IngressConfig(_Frozen):
     ready_timeout_s: float = Field(5, gt=0)
 
 
+KEY_NAME = r"^[A-Za-z0-9._-]{1,64}$"
+
+
 class ApiKey(_Frozen):
     """One API key, as its hash (`python -m serve_app.admission NAME` makes both). Null limits are none. `models`: ids
     that it may use, null for all. `priority`: batch requests wait until no interactive one does."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    name: str = Field(pattern=KEY_NAME)
     hash: str = Field(repr=False)
     models: list[str] | None = None
     requests_per_minute: float | None = Field(None, gt=0)
