@@ -308,17 +308,23 @@ def load_config(
         ConfigError: `param` is the dotted path of the first wrong key; the message lists every one.
     """
     env = dict(os.environ if env is None else env) if use_env or env is not None else {}
-    tree: dict[str, Any] = {}
     path = env.get(ENV_FILE)
-    if path:
-        _merge(tree, _read_yaml(Path(path)))
-    _merge(tree, _from_env(env))
-    _merge(tree, dict(args or {}))
+    file = _read_yaml(Path(path)) if path else {}
+    tree: dict[str, Any] = {}
+    for source in (file, _from_env(env), dict(args or {})):
+        _merge(tree, source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         problems = [(*_place(e["loc"]), _said(e)) for e in error.errors()]
-        text = "; ".join(f"{where or 'config'}{_origin(key, env)}: {what}" for where, key, what in problems)
+
+        def origin(key: str) -> str:
+            if _has(args or {}, key):
+                return ""
+            variable = _variable(key, env)
+            return f" (from {variable})" if variable else f" (from {path})" if _has(file, key) else ""
+
+        text = "; ".join(f"{where or 'config'}{origin(key)}: {what}" for where, key, what in problems)
         raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
 
 
@@ -341,11 +347,21 @@ def _said(problem: Any) -> str:
     return message
 
 
-def _origin(where: str, env: Mapping[str, str]) -> str:
-    """Which environment variable set a key, if one did."""
-    variable = ENV_PREFIX + where.upper().replace(".", "__")
+def _variable(key: str, env: Mapping[str, str]) -> str | None:
+    """The environment variable that set a key, if one did."""
+    variable = ENV_PREFIX + key.upper().replace(".", "__")
     named = [name for name in env if name == variable or name.startswith(variable + "__")]
-    return f" (from {named[0]})" if where and named else ""
+    return named[0] if key and named else None
+
+
+def _has(tree: Mapping[str, Any], key: str) -> bool:
+    """Whether a source sets a key; of the whole tree ("") none is the source."""
+    node: Any = tree
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return False
+        node = node[name]
+    return True
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -357,6 +373,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping", param=ENV_FILE)
+    if "applications" in data:
+        what = f"{path} configures Serve: `serve run {path}`; {ENV_FILE} takes a file of what is under its `args`"
+        raise ConfigError(what, param=ENV_FILE)
     return data
 
 

@@ -55,6 +55,29 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
         load_config({}, {"DDTREE_CONFIG": str(file)})
 
 
+def test_a_configuration_of_serve_is_told_apart(tmp_path: Path) -> None:
+    """Both are YAML, and deploy/serve has only those."""
+    file = tmp_path / "laptop.yaml"
+    file.write_text("applications:\n  - args: {model: {id: a}}\n")
+    with pytest.raises(ConfigError, match=f"serve run {file}"):
+        load_config({}, {"DDTREE_CONFIG": str(file)})
+
+
+def test_each_wrong_key_says_where_it_was_set(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {sorce: x}\nengine: {threads: 0, max_running: 0}\nreplica: {num_replicas: 0}\n")
+    env = {"DDTREE_CONFIG": str(file), "DDTREE_ENGINE__MAX_RUNNING": "-1"}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"replica": {"num_replicas": -1}}, env)
+    told = {
+        problem.split(":")[0] for problem in caught.value.message.removeprefix("invalid configuration: ").split("; ")
+    }
+    assert told == {
+        f"model.sorce (from {file})", f"engine.threads (from {file})",
+        "engine.max_running (from DDTREE_ENGINE__MAX_RUNNING)", "replica.num_replicas",
+    }  # fmt: skip
+
+
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().model.id = "x"  # type: ignore[misc]
