@@ -25,6 +25,8 @@ BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 LOAD := $(VENV)/.load
 SGL  := $(VENV)-sglang
+# setuptools warns of every editable installation, at length.
+EDITABLE := PYTHONWARNINGS="ignore:Editable installation"
 # Under a name of its own: a recipe that names $(MAKE) is run by make -n too, tests and all.
 AGAIN := $(MAKE) --no-print-directory
 ASKED := pyproject.toml deploy/constraints.txt
@@ -47,11 +49,11 @@ $(VENV)/bin/python $(SGL)/bin/python:
 $(BASE): $(ASKED) | $(VENV)/bin/python
 	@echo "Installing PyTorch and the package; some minutes, gigabytes where the index has only CUDA builds."
 	$(BIN)/python -m pip install -q $(PINS) "$(TORCH)"
-	$(BIN)/python -m pip install -q $(PINS) -e .
+	$(EDITABLE) $(BIN)/python -m pip install -q $(PINS) -e .
 	@touch $@
 
 $(DEV): $(ASKED) $(BASE)
-	$(BIN)/python -m pip install -q $(PINS) -e ".[dev]"
+	$(EDITABLE) $(BIN)/python -m pip install -q $(PINS) -e ".[dev]"
 	@touch $@
 
 setup: $(DEV)  ## create the environment with the development tools
@@ -71,7 +73,7 @@ test: $(DEV) model  ## the whole test suite, and test-sglang
 $(SGL)/.ready: Makefile pyproject.toml $(addprefix tests/engines/sglang/,requirements.txt constraints.txt) | $(SGL)/bin/python
 	@echo "Installing SGLang without its CUDA dependencies."
 	$(SGL)/bin/python -m pip install -q $(SGLANG_PINS) "$(TORCH)"
-	$(SGL)/bin/python -m pip install -q $(SGLANG_PINS) -e . -r tests/engines/sglang/requirements.txt
+	$(EDITABLE) $(SGL)/bin/python -m pip install -q $(SGLANG_PINS) -e . -r tests/engines/sglang/requirements.txt
 	$(SGL)/bin/python -m pip install -q --no-deps "$(SGLANG)" "$(TORCHVISION)"
 	rm -rf $(SGL)/newest
 	$(SGL)/bin/python -m pip install -q --no-deps --target $(SGL)/newest "$(SGLANG_NEWEST)"
@@ -100,7 +102,7 @@ monitor: $(BASE)  ## run a Prometheus against the application on $(PORT)
 	$(BIN)/python -m deploy.monitoring.run --application http://127.0.0.1:$(PORT)
 
 $(LOAD): $(ASKED) $(BASE)
-	$(BIN)/python -m pip install -q $(PINS) -e ".[load]"
+	$(EDITABLE) $(BIN)/python -m pip install -q $(PINS) -e ".[load]"
 	@touch $@
 
 load: $(LOAD) model  ## load the server on $(PORT), or one started for it; report in load-report/
