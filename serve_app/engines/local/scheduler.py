@@ -81,10 +81,11 @@ class Scheduler:
             self._running.append(sequence)
 
     def prefill(self) -> list[PrefillPiece]:
-        """The pieces of prompt to compute now: one padded batch of at most `prefill_chunk` rows, oldest first."""
+        """The pieces of prompt to compute now: one padded batch of at most `prefill_chunk` rows, oldest first, but for
+        a probe, which asks whether steps are made and must not wait for a long prompt's last one."""
         pieces: list[PrefillPiece] = []
         widest = 0
-        for sequence in self._running:
+        for sequence in sorted(self._running, key=lambda sequence: not sequence.probe):
             if sequence.prefilled:
                 continue
             size = min(len(sequence.given) - sequence.committed, self._chunk)

@@ -66,6 +66,16 @@ def test_short_prompts_share_a_forward_padding_included() -> None:
     assert list(pieces(scheduler)) == [[(0, 4), (0, 6)], [(0, 4)]]
 
 
+def test_a_probe_does_not_wait_for_the_end_of_a_long_prompt() -> None:
+    """Else the engine would be taken for stuck while it makes every step."""
+    scheduler, probe = Scheduler(2, 10), sequence(1, probe=True)
+    admitted(scheduler, sequence(23))
+    steps = pieces(scheduler)
+    assert next(steps) == [(0, 10)]
+    admitted(scheduler, probe)
+    assert next(steps) == [(0, 1)] and next(steps) == [(10, 20)]
+
+
 def test_only_prefilled_sequences_decode_ordered_by_slot() -> None:
     scheduler, all_ = Scheduler(3, 64), [sequence() for _ in range(3)]
     admitted(scheduler, *all_)
