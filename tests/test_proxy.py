@@ -95,6 +95,11 @@ def test_long_answers_outlive_a_reload() -> None:
     assert not found.keys() & SERVE_SWITCHES.keys()
 
 
+def test_clients_that_say_nothing_cannot_hold_all_places() -> None:
+    """Serve's own value is an hour, for a body that never comes too, and after the answer that refused it."""
+    assert int(proxy.switches(proxy.Choice("/x/haproxy", ""), 600)["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"]) <= 60
+
+
 def test_applications_beside_each_other_share_no_port() -> None:
     """Serve's listeners let others have their port: requests of one application would reach the other."""
     ports = [
