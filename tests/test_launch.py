@@ -21,7 +21,7 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from serve_app import launch
 from serve_app.config import load_config
 from serve_app.errors import ConfigError
-from tests.conftest import free_port
+from tests.conftest import ROOT, free_port
 
 
 class Ready(BaseHTTPRequestHandler):
@@ -201,6 +201,19 @@ def test_a_drain_that_nobody_reads_of_ends_all_the_same(
         with contextlib.suppress(OSError):
             full.close()
     assert signals == [launch.signal.SIGTERM]
+
+
+def test_whoever_reads_may_leave_at_any_time() -> None:
+    """Its lines are for people; the exit code says whether it failed."""
+    code = "from serve_app.launch import _say; _say('In front'); _say('Stopped.')"
+    command = [sys.executable, "-c", code]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_signal_before_there_is_anything_to_drain_raises_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
