@@ -107,16 +107,8 @@ class Exporter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._keep_alive())
-
-    async def _keep_alive(self) -> None:
-        while True:
-            try:
-                await self._directory.heartbeat.remote(self.name, self.url, self._labels)
-            except Exception as error:
-                # A missing directory costs the page of this process, never the process.
-                logger.warning("cannot reach the exporter directory: %s", type(error).__name__)
-            await asyncio.sleep(self._config.heartbeat_s)
+        beats = keep_alive(self._directory, self._config.heartbeat_s, self.name, self.url, self._labels)
+        self._task = asyncio.create_task(beats)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -125,6 +117,18 @@ class Exporter:
             await asyncio.wait_for(self._directory.leave.remote(self.name), self._config.heartbeat_s)
         # shutdown() waits for the server's loop, up to half a second.
         await asyncio.to_thread(_close, self._server, self._thread)
+
+
+async def keep_alive(directory: Any, heartbeat_s: float, *said: Any) -> None:
+    """Tell a handle of the directory again and again, until cancelled. `said`: arguments of its `heartbeat`."""
+    while True:
+        try:
+            # A directory whose machine fell silent never answers; another has taken its place.
+            await asyncio.wait_for(directory.heartbeat.remote(*said), MISSED_HEARTBEATS * heartbeat_s)
+        except Exception as error:
+            # A missing directory costs the page of this process, never the process.
+            logger.warning("cannot reach the exporter directory: %s", type(error).__name__)
+        await asyncio.sleep(heartbeat_s)
 
 
 def _listen(host: str, port: int, registry: CollectorRegistry) -> tuple[Any, threading.Thread]:

@@ -173,6 +173,11 @@ def _serve(host: str, port: int, config: Config) -> str | None:
             signal.pause()
     except KeyboardInterrupt:
         return None
+    except SystemExit as end:
+        # Ray's own answer to SIGTERM, for as long as it starts.
+        if end.code != signal.SIGTERM:
+            raise
+        return None
     except Exception as error:
         # A drain deletes the application; where it had not started yet, that ends the wait for it.
         if _stopping.is_set():

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from serve_app import exporter
-from serve_app.exporter import PORTS, ExporterDirectory, Page, _close, _listen, scrape, target
+from serve_app.exporter import PORTS, ExporterDirectory, Page, _close, _listen, keep_alive, scrape, target
 from tests.conftest import free_port
 
 
@@ -64,6 +64,28 @@ async def test_a_directory_that_has_just_started_does_not_claim_to_know_them_all
     directory = ExporterDirectory(heartbeat_s=9)
     await directory.heartbeat("a", "http://h:1/metrics")
     assert await directory.targets() is None
+
+
+async def test_a_directory_that_never_answers_is_told_again() -> None:
+    told, again = list[str](), asyncio.Event()
+
+    class Silent:
+        """A handle whose calls meet a machine that says nothing."""
+
+        @property
+        def heartbeat(self) -> "Silent":
+            return self
+
+        def remote(self, *said: str) -> asyncio.Future[None]:
+            told.extend(said)
+            if len(told) > 1:
+                again.set()
+            return asyncio.get_running_loop().create_future()
+
+    beats = asyncio.create_task(keep_alive(Silent(), 0.01, "me"))
+    await asyncio.wait_for(again.wait(), 60)
+    beats.cancel()
+    assert told[:2] == ["me", "me"]
 
 
 def test_ipv6_addresses_keep_their_brackets() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -226,3 +227,18 @@ def test_a_signal_before_there_is_anything_to_drain_raises_where_that_is_safe(mo
     assert handlers == [launch._interrupt]
     with pytest.raises(KeyboardInterrupt):
         launch._check_stop()
+
+
+def test_a_stop_while_ray_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has a handler of its own then, which ends the process with the signal's number."""
+    import ray
+
+    def ends(**_: object) -> None:
+        raise SystemExit(signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "_on_stop", lambda handler: None)
+    monkeypatch.setattr(ray, "init", ends)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(launch, "_ending", threading.Event())
+    assert launch._serve("127.0.0.1", 8000, load_config(use_env=False)) is None

@@ -1,13 +1,16 @@
 """When an engine counts as failed."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from serve_app.config import load_config
-from serve_app.engines.base import GenerateRequest, SamplingParams
+from serve_app.engines.base import GenerateRequest, SamplingParams, first_token
+from serve_app.engines.local.engine import LocalEngine
+from serve_app.engines.sglang.engine import SglangEngine
 from serve_app.errors import EngineFailed
 from serve_app.watchdog import Stuck, Watchdog, prove
 from tests.fake_engine import FakeEngine
@@ -40,6 +43,18 @@ async def test_an_engine_without_a_token_in_time_is_stuck() -> None:
     engine._broken = "stuck"
     await watchdog.look()
     assert isinstance(watchdog.failure, Stuck) and "0.1 s" in watchdog.failure.message
+
+
+async def test_tokens_of_others_are_proof_while_its_own_waits_behind_them() -> None:
+    engine, watchdog = make()
+
+    async def behind_a_long_prompt() -> None:
+        engine._last = time.monotonic()  # the other's first token
+        await asyncio.Event().wait()
+
+    engine.health = behind_a_long_prompt
+    await watchdog.look()
+    assert watchdog.failure is None
 
 
 async def test_within_its_grace_it_may_be_slow() -> None:
@@ -87,3 +102,19 @@ async def test_a_request_that_stalls_is_not_an_engine_that_does() -> None:
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
+
+
+async def test_a_start_without_a_token_in_time_is_a_failure() -> None:
+    engine, _ = make()
+    await first_token(engine, 60)
+    engine._broken = "stuck"
+    with pytest.raises(EngineFailed, match=r"no token within 0\.1 s"):
+        await first_token(engine, 0.1)
+
+
+@pytest.mark.parametrize(("replica", "limit"), [({}, 60), ({"stuck_after_s": 90}, 90), ({"warmup_grace_s": 600}, 600)])
+def test_an_engine_may_take_as_long_for_its_first_token_as_for_those_behind_it(
+    replica: dict[str, float], limit: float
+) -> None:
+    config = load_config({"replica": replica}, use_env=False)
+    assert LocalEngine(config)._start_timeout == SglangEngine(config)._start_timeout == limit

@@ -18,7 +18,7 @@ from serve_app.config import ApiKey
 
 PREFIX = "sk-ddtree-"
 MAX_KEY_CHARS = 512
-# Of keys that were presented lately, by digest: a scrypt costs tens of milliseconds.
+# Strangers' keys that are remembered, by digest: a scrypt costs tens of milliseconds.
 _CACHE = 4096
 _SCRYPT = {"n": 2**14, "r": 8, "p": 1, "maxmem": 64 * 1024 * 1024}
 
@@ -54,7 +54,9 @@ class KeyRing:
     def __init__(self, entries: Sequence[ApiKey]) -> None:
         self._fast = [entry for entry in entries if entry.hash.startswith("sha256:")]
         self._slow = [entry for entry in entries if not entry.hash.startswith("sha256:")]
-        self._known: OrderedDict[bytes, ApiKey | None] = OrderedDict()
+        # Apart, so that strangers cannot push out who is known.
+        self._known: dict[bytes, ApiKey] = {}
+        self._strangers: OrderedDict[bytes, None] = OrderedDict()
         # One at a time: strangers must not keep every core busy.
         self._hashing = asyncio.Lock()
 
@@ -65,12 +67,22 @@ class KeyRing:
         if found is not None or not self._slow:
             return found
         digest = hashlib.sha256(key.encode()).digest()
-        async with self._hashing:
-            if digest not in self._known:
-                self._known[digest] = await asyncio.to_thread(_last_match, key, self._slow)
-                if len(self._known) > _CACHE:
-                    self._known.popitem(last=False)
-            return self._known[digest]
+        if not self._looked_up(digest):
+            async with self._hashing:
+                if not self._looked_up(digest):
+                    self._remember(digest, await asyncio.to_thread(_last_match, key, self._slow))
+        return self._known.get(digest)
+
+    def _looked_up(self, digest: bytes) -> bool:
+        return digest in self._known or digest in self._strangers
+
+    def _remember(self, digest: bytes, found: ApiKey | None) -> None:
+        if found is not None:
+            self._known[digest] = found
+            return
+        self._strangers[digest] = None
+        if len(self._strangers) > _CACHE:
+            self._strangers.popitem(last=False)
 
 
 def _last_match(key: str, entries: Sequence[ApiKey]) -> ApiKey | None:

@@ -88,11 +88,18 @@ class Gate:
             raise
 
     def _make_room(self, priority: Priority) -> None:
+        if sum(map(len, self._waiting.values())) >= self._max_queued:
+            self._forget_who_left()
         if sum(map(len, self._waiting.values())) < self._max_queued:
             return
         if priority != "interactive" or not self._waiting["batch"]:
             raise self._full()
         self._waiting["batch"].pop().set_exception(self._full())
+
+    def _forget_who_left(self) -> None:
+        """Some were cancelled in this turn of the event loop, and will say so in the next."""
+        for name, turns in self._waiting.items():
+            self._waiting[name] = deque(turn for turn in turns if not turn.done())
 
     def _full(self) -> Overloaded:
         ahead = 1 + sum(map(len, self._waiting.values()))

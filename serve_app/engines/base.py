@@ -8,9 +8,12 @@ What this module does not do: HTTP, Ray, OpenAI wire shapes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
+
+from serve_app.errors import EngineFailed
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -164,7 +167,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for routing and admission; all numbers are of this moment."""
+    """A snapshot for routing and admission; all numbers are of this moment. `last_token_age_s`: since a token came, or
+    since a part of a prompt was computed where the engine tells; None for an engine that is dead or has done neither.
+    """
 
     running: int
     queued: int
@@ -211,7 +216,8 @@ class Engine(Protocol):
         """Stop a request and free its slots; True if it was there. Its iterator ends with finish_reason "abort"."""
 
     async def health(self) -> None:
-        """Generate one token through the real step loop. Raises EngineFailed when that does not succeed."""
+        """Generate a token through the real step loop, however long that takes. Raises EngineFailed when that does not
+        succeed."""
 
     def stats(self) -> EngineStats: ...
 
@@ -225,3 +231,11 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Abort everything, free the model, end the engine's threads. Idempotent."""
+
+
+async def first_token(engine: Engine, timeout_s: float) -> None:
+    """For the end of `start`. Raises EngineFailed where no token comes within `timeout_s`."""
+    try:
+        await asyncio.wait_for(engine.health(), timeout_s)
+    except TimeoutError:
+        raise EngineFailed(f"the engine started, but generated no token within {timeout_s:g} s") from None

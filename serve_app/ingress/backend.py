@@ -81,6 +81,7 @@ class HandleBackend:
 
     async def info(self) -> ModelInfo:
         # Fixed for the life of the deployment: another model is another version of it, with new ingresses.
+        until = asyncio.get_running_loop().time() + self._patience_s
         while self._info is None:
             # One question for all who wait: each would take a place in a replica from a generation, or wait behind one.
             if self._asking is None or self._asking.done():
@@ -88,15 +89,20 @@ class HandleBackend:
                 self._asking = asyncio.create_task(self._ask(), context=contextvars.Context())
                 self._asking.add_done_callback(_retrieve)
             try:
-                await asyncio.wait_for(asyncio.shield(self._asking), self._patience_s)
+                async with asyncio.timeout_at(until):
+                    await asyncio.shield(self._asking)
             except TimeoutError:
                 message = "No replica has said yet what it serves: it is loading, or full."
                 raise NotReady(message, retry_after=self._patience_s) from None
         return self._info
 
     async def _ask(self) -> None:
-        with _ray_errors():
-            self._info = await self._replicas.info.remote()
+        """Given up, for another question, before those who wait are: a replica that hangs says nothing until Serve
+        ends it, and by then the router suspects it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._patience_s / PROBE_ATTEMPTS):
+                with _ray_errors():
+                    self._info = await self._replicas.info.remote()
 
     async def probe(self, max_age_s: float, timeout_s: float) -> None:
         reply: Any = None

@@ -2,7 +2,8 @@
 
 A job of which nothing was sent yet starts anew; that covers every answer that does not stream. How often is bounded,
 because the request itself may be what ends replicas. A replica whose engine had died before took nothing of the job:
-until Serve has replaced it, each job that meets it goes on to others at once.
+until Serve has replaced it, each job that meets it goes on to others at once. Nor does one whose engine is full refuse
+for the others.
 
 What this module does not do: choose the replica (a job names those to avoid), or notice that one hangs (Serve's health
 checks end those).
@@ -27,6 +28,9 @@ logger = logging.getLogger("ray.serve.ddtree.ingress")
 # What a lost replica and one that was told to go leave behind.
 LOST_CODES = ("replica_lost", "aborted")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
+# How many others a job is shown that a full engine refused: one may be full alone, since routers count requests, and
+# engines choices. Few, because when all are full each costs one more refusal.
+OTHERS_IF_FULL = 2
 # How often a job may come again to an engine that is gone: Serve's own router does not ask what a job has met, and may
 # find another all the same.
 MET_AGAIN = 3
@@ -67,7 +71,7 @@ class Failover:
             replica that it met had an engine; whatever the backend raises otherwise.
         """
         parts: list[Progress] = []
-        lost, met_again, wait_s, begun = 0, 0, 0.0, False
+        lost, full, met_again, wait_s, begun = 0, 0, 0, 0.0, False
         loss: ServeError | None = None
         shunned: set[str] = set()
         while True:
@@ -75,15 +79,17 @@ class Failover:
             sent = merge(job.choices, parts) if parts else ()
             again = replace(job, sent=sent, shunned=known) if sent or known else job
             try:
-                async for item in _attempt(self.backend, again, shunned):
-                    if wait_s:
-                        self.metrics.resumes.labels("resumed").inc()
-                        wait_s = 0.0
-                    parts.extend(item.progress)
-                    if begun and not item.data and item.error is None:
-                        continue  # that generation has begun is known
-                    begun = True
-                    yield item
+                # Closed with this iterator: the replica shall not generate on until somebody collects garbage.
+                async with contextlib.aclosing(_attempt(self.backend, again, shunned)) as items:  # type: ignore[type-var]
+                    async for item in items:
+                        if wait_s:
+                            self.metrics.resumes.labels("resumed").inc()
+                            wait_s = 0.0
+                        parts.extend(item.progress)
+                        if begun and not item.data and item.error is None:
+                            continue  # that generation has begun is known
+                        begun = True
+                        yield item
                 return
             except ServeError as error:
                 pause_s = 0.0
@@ -93,6 +99,9 @@ class Failover:
                     logger.warning("request %s lost its replica (%s), resuming: %d", job.id, error.code, lost)
                 elif isinstance(error, EngineGone) and shunned > known:
                     logger.warning("request %s met a replica whose engine is gone", job.id)
+                    continue
+                elif isinstance(error, Overloaded) and shunned > known and full < OTHERS_IF_FULL:
+                    full += 1
                     continue
                 elif lost and isinstance(error, (Overloaded, NotReady)):
                     wait_s = min(max(2 * wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
@@ -120,8 +129,8 @@ class Failover:
 
 
 async def _attempt(backend: Backend, job: Job, shunned: set[str]) -> AsyncIterator[Item]:
-    """Items of one replica. A lost replica, or engine, is raised also where the replica could still say so itself, and
-    its name is added to `shunned`."""
+    """Items of one replica. A lost replica, or engine, or a full one, is raised also where the replica could still say
+    so itself, and its name is added to `shunned`."""
     begun = False
     async with contextlib.aclosing(backend.generate(job)) as items:  # type: ignore[type-var]
         async for item in items:
@@ -129,10 +138,11 @@ async def _attempt(backend: Backend, job: Job, shunned: set[str]) -> AsyncIterat
             if isinstance(error, EngineGone) and begun:
                 error = ReplicaLost(error.message, retry_after=error.retry_after)  # of another prompt it had taken some
             if error is not None:
-                gone = error.code in LOST_CODES or isinstance(error, EngineGone)
-                if gone and item.replica:
+                elsewhere = error.code in LOST_CODES or isinstance(error, EngineGone)
+                elsewhere = elsewhere or (isinstance(error, Overloaded) and not begun)
+                if elsewhere and item.replica:
                     shunned.add(item.replica)
-                if gone or job.sent:
+                if elsewhere or job.sent:
                     raise error
             begun = True
             yield item

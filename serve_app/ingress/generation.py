@@ -5,6 +5,7 @@ What this module does not do: validation and rendering (see `protocol`); routes 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -33,6 +34,9 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+# How long the end of an answer may wait for a client that does not read, although its time is up.
+LAST_WORDS_S = 10.0
 
 
 @dataclass
@@ -78,10 +82,14 @@ class Generation(Response):
             logger.exception("request %s failed in its stream", self._record.request_id)
             body = self._broken(ServeError("The server failed on this request."))
         # Outside the watch: the server may report a disconnect as soon as the last message is out.
-        if not self._streaming:
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        try:
+            async with asyncio.timeout_at(max(self._deadline_at, time.monotonic() + LAST_WORDS_S)):
+                if not self._streaming:
+                    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": body, "more_body": False})
+        except TimeoutError:
+            raise Disconnected("The client does not read its answer.") from None
 
     async def _run(self, send: Send) -> bytes:
         """Returns what is still to be sent as the last message."""
@@ -94,15 +102,20 @@ class Generation(Response):
     async def _generate(self, job: Job, info: ModelInfo, send: Send) -> bytes:
         gateway, n = self._gateway, job.requests[0].sampling.n
         failover = Failover(gateway.backend, gateway.config.ingress, gateway.metrics)
-        # A guess until the engine has counted; it stays where the client leaves before.
-        self._record.caller.charge(self._record.body_bytes / BYTES_PER_TOKEN)
+        # Until the engine has counted; it stays where the client leaves before, and goes where the engine refuses.
+        guess = self._record.body_bytes / BYTES_PER_TOKEN
+        self._record.caller.charge(guess)
         async with contextlib.aclosing(failover.items(job, info)) as items:  # type: ignore[type-var]
-            with gateway.metrics.queued.labels(job.model).track_inprogress():
-                first = await anext(items, None)
-            if first is None:
-                raise EngineFailed("The engine gave no answer.")
-            if first.error is not None:
-                raise first.error  # the status line can still tell it
+            try:
+                with gateway.metrics.queued.labels(job.model).track_inprogress():
+                    first = await anext(items, None)
+                if first is None:
+                    raise EngineFailed("The engine gave no answer.")
+                if first.error is not None:
+                    raise first.error  # the status line can still tell it
+            except ServeError:
+                self._record.caller.charge(-guess)
+                raise
             if not job.stream:
                 return await self._whole(first, items, n)
             self._streaming = True

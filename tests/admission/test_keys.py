@@ -1,5 +1,6 @@
 """API keys and their hashes."""
 
+import asyncio
 import io
 from typing import Any
 
@@ -29,6 +30,23 @@ async def test_a_ring_finds_the_entry_of_either_kind() -> None:
     ring = KeyRing(entries)
     found = [await ring.find(key) for key in ("ka", "kb", "kb", "kc", "", "k" * 10_000)]
     assert [entry and entry.name for entry in found] == ["a", "b", "b", None, None, None]
+
+
+async def test_who_is_known_does_not_wait_behind_strangers() -> None:
+    ring = KeyRing([ApiKey(name="a", hash=scrypt_hash("ka"))])
+    assert await ring.find("ka") and await ring.find("kb") is None
+    async with ring._hashing:  # a stranger's turn
+        assert [await asyncio.wait_for(ring.find(key), 30) is not None for key in ("ka", "kb")] == [True, False]
+
+
+async def test_strangers_do_not_push_out_who_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.admission.keys._CACHE", 2)
+    ring = KeyRing([ApiKey(name="a", hash=scrypt_hash("ka"))])
+    for key in ("ka", "k1", "k2", "k3"):
+        await ring.find(key)
+    async with ring._hashing:
+        assert await asyncio.wait_for(ring.find("ka"), 30)
+    assert len(ring._strangers) == 2
 
 
 async def test_every_entry_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:

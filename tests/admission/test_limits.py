@@ -117,6 +117,23 @@ async def test_who_leaves_while_waiting_frees_the_place() -> None:
     assert crowd.served == ["first", "next"]
 
 
+@pytest.mark.parametrize("gone", ["batch", "interactive"])
+async def test_who_leaves_in_the_same_instant_has_freed_the_place(gone: Priority) -> None:
+    crowd = Crowd(max_queued=1)
+    await crowd.come("first", "interactive", hold=True)
+    await crowd.come("gone", gone)
+
+    async def next_one() -> None:
+        crowd.tasks["gone"].cancel()  # which "gone" has not noticed yet
+        async with crowd.gate.slot("interactive"):
+            crowd.served.append("next")
+
+    crowd.tasks["next"] = asyncio.create_task(next_one())
+    await asyncio.sleep(0)
+    _, left, came = await crowd.all_done()
+    assert crowd.served == ["first", "next"] and isinstance(left, asyncio.CancelledError) and came is None
+
+
 async def test_who_leaves_as_the_turn_comes_passes_it_on() -> None:
     crowd = Crowd()
     await crowd.come("first", "interactive", hold=True)

@@ -123,6 +123,16 @@ async def test_a_token_rate_is_charged_what_was_used() -> None:
     assert bucket is not None and bucket._level == pytest.approx(20 - 2 - 4, abs=0.5)
 
 
+@pytest.mark.parametrize("script", ["a refuse=Overloaded", "a refuse=ContextLengthExceeded", "a fail_at=0"])
+async def test_what_the_engine_did_not_take_is_not_charged(script: str) -> None:
+    of = await gateway()
+    bucket = of.admission._callers["short"].tokens
+    assert bucket is not None
+    async with direct_client(of) as client:
+        refused = await ask(client, "key-short", script, user="u" * 400)  # the body alone is more than the allowance
+    assert refused.status_code in (400, 500, 503) and bucket._level == pytest.approx(20)
+
+
 async def test_a_keys_concurrency_is_bounded() -> None:
     async with direct_client(await gateway()) as client:
         running = asyncio.create_task(ask(client, "key-single", "a stall=0.3"))

@@ -1,6 +1,7 @@
 """What a call to a replica may end with, over actor calls and over gRPC, as errors that a client can see."""
 
 import asyncio
+import contextlib
 import contextvars
 
 import grpc
@@ -85,6 +86,16 @@ async def test_a_question_that_failed_is_asked_again() -> None:
     assert await backend.info() is INFO and len(asked.contexts) == 2
 
 
+async def test_a_replica_that_hangs_is_not_the_only_one_asked() -> None:
+    asked = Hangs()
+    backend = HandleBackend(asked, asked, patience_s=0.05)  # type: ignore[arg-type]
+    for _ in range(100):  # any of them may be too slow here for its patience
+        with contextlib.suppress(NotReady):
+            assert await backend.info() is INFO
+            return
+    raise AssertionError(f"{len(asked.contexts)} questions, and no answer")
+
+
 class Asked:
     """A handle whose calls are answered with `answer`; in whose context each was made."""
 
@@ -101,4 +112,14 @@ class Asked:
 
     def remote(self) -> asyncio.Future[ModelInfo]:
         self.contexts.append(REQUEST.get())
-        return self.answer
+        return asyncio.shield(self.answer)  # a caller that gives up ends its own call
+
+
+class Hangs(Asked):
+    """Whom the first call meets never answers."""
+
+    def remote(self) -> asyncio.Future[ModelInfo]:
+        if self.contexts and not self.answer.done():
+            self.answer = asyncio.get_running_loop().create_future()
+            self.answer.set_result(INFO)
+        return super().remote()

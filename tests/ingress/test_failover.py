@@ -1,5 +1,6 @@
 """Answers that go on when their replica is lost, over replicas in this process that break off where they are told."""
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ServeError, Unsupported
-from serve_app.ingress.failover import MET_AGAIN, may_resume
+from serve_app.ingress.failover import MET_AGAIN, OTHERS_IF_FULL, Failover, may_resume
 from serve_app.ingress.generation import Gateway
 from serve_app.protocol import Item, Job
 from tests.conftest import chat
@@ -189,8 +190,38 @@ async def test_a_fault_of_the_engine_is_not_repeated() -> None:
     assert events(response)[-1]["error"]["code"] == "engine_error" and len(backend.jobs) == 1
 
 
+class Watched(DirectBackend):
+    """Knows how many of its streams are open."""
+
+    open = 0
+
+    async def generate(self, job: Job) -> AsyncIterator[Item]:
+        self.open += 1
+        try:
+            async with contextlib.aclosing(super().generate(job)) as items:  # type: ignore[type-var]
+                async for item in items:
+                    yield item
+        finally:
+            self.open -= 1
+
+
+async def test_once_a_stream_is_closed_its_replica_works_no_more_for_it() -> None:
+    gateway = await make_gateway()
+    backend = Watched(gateway.backend.replica)  # type: ignore[attr-defined]
+    request = GenerateRequest("r", SamplingParams(), prompt="a delay=0.01 b repeat=400")
+    job = Job("j", 1, "m", True, True, False, (request,))
+    failover = Failover(backend, gateway.config.ingress, gateway.metrics)
+    items: Any = failover.items(job, await backend.info())
+    await anext(items)
+    assert backend.open == 1
+    await items.aclose()
+    assert backend.open == 0
+
+
 class Gone(DirectBackend):
     """Attempt i meets the replica `names[i]`, whose engine is gone after `life` items; later ones meet another."""
+
+    error: ServeError = EngineGone("gone", retry_after=1)
 
     def __init__(self, gateway: Gateway, names: list[str], life: int) -> None:
         super().__init__(gateway.backend.replica)  # type: ignore[attr-defined]
@@ -201,15 +232,23 @@ class Gone(DirectBackend):
         left = self.life if len(self.jobs) <= len(self.names) else 10**9
         async for item in super().generate(job):
             if left == 0:
-                yield Item(error=EngineGone("gone", retry_after=1), replica=self.names[len(self.jobs) - 1])
+                yield Item(error=self.error, replica=self.names[len(self.jobs) - 1])
                 return
             left -= 1
             yield item
 
 
-async def meet(body: dict[str, Any], names: list[str], life: int = 0, **config: Any) -> tuple[Any, Gone, Gateway]:
+class Full(Gone):
+    """Or is full."""
+
+    error = Overloaded("full", retry_after=1)
+
+
+async def meet(
+    body: dict[str, Any], names: list[str], life: int = 0, kind: type[Gone] = Gone, **config: Any
+) -> tuple[Any, Gone, Gateway]:
     gateway = await make_gateway({"ingress": config})
-    gateway.backend = backend = Gone(gateway, names, life)
+    gateway.backend = backend = kind(gateway, names, life)
     async with direct_client(gateway) as client:
         return await client.post("/v1/chat/completions", json=body), backend, gateway
 
@@ -231,6 +270,20 @@ async def test_where_no_engine_is_left_the_client_may_come_again(names: list[str
     assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
     assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("1", "true")
     assert len(backend.jobs) == len(set(names) - {""}) + MET_AGAIN + 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_full_engine_does_not_refuse_for_others_that_are_not(streams: bool) -> None:
+    response, backend, _ = await meet(chat("a b", stream=streams), ["one", "two"], kind=Full, resume="never")
+    assert response.status_code == 200 and '"error"' not in response.text
+    assert [job.shunned for job in backend.jobs] == [frozenset(), {"one"}, {"one", "two"}]
+
+
+@pytest.mark.parametrize(("names", "tries"), [([str(i) for i in range(9)], OTHERS_IF_FULL + 1), (["one"] * 9, 2)])
+async def test_where_all_are_full_it_is_said_soon(names: list[str], tries: int) -> None:
+    response, backend, _ = await meet(chat("a b"), names, kind=Full)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+    assert response.headers["retry-after"] == "1" and len(backend.jobs) == tries
 
 
 async def test_a_router_that_does_not_ask_may_find_another_all_the_same() -> None:

@@ -42,6 +42,7 @@ class Scheduler:
         self._free = list(range(slots))
         self._probe_free = True
         self._waiting: deque[Sequence] = deque()
+        self._probes: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
     @property
@@ -59,33 +60,33 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self._running and not self._waiting
+        return not self._running and not self._waiting and not self._probes
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; a probe goes first."""
-        if sequence.probe:
-            self._waiting.appendleft(sequence)
-        else:
-            self._waiting.append(sequence)
+        """Queue a sequence. Probes have a queue of their own, and neither waits for the other."""
+        (self._probes if sequence.probe else self._waiting).append(sequence)
 
     def admit(self) -> None:
         """Give waiting sequences the free slots, in order."""
-        while self._waiting and (self._probe_free if self._waiting[0].probe else self._free):
+        if self._probes and self._probe_free:
+            self._probe_free = False
+            self._run(self._probes.popleft(), self._slots)
+        while self._waiting and self._free:
             # Left the queue before it takes a slot: other threads that look at both never count it twice.
             sequence = self._waiting.popleft()
-            if sequence.probe:
-                self._probe_free, sequence.slot = False, self._slots
-            else:
-                sequence.slot = heapq.heappop(self._free)
-            sequence.ledger.admitted_ns = time.time_ns()
-            self._running.append(sequence)
+            self._run(sequence, heapq.heappop(self._free))
+
+    def _run(self, sequence: Sequence, slot: int) -> None:
+        sequence.slot = slot
+        sequence.ledger.admitted_ns = time.time_ns()
+        self._running.append(sequence)
 
     def prefill(self) -> list[PrefillPiece]:
-        """The pieces of prompt to compute now: one padded batch of at most `prefill_chunk` rows, oldest first, but for
-        a probe, which asks whether steps are made and must not wait for a long prompt's last one."""
+        """The pieces of prompt to compute now: one padded batch of at most `prefill_chunk` rows, oldest first; a
+        probe's single row before all, since long prompts would keep it from telling in time that the engine is well."""
         pieces: list[PrefillPiece] = []
         widest = 0
-        for sequence in sorted(self._running, key=lambda sequence: not sequence.probe):
+        for sequence in sorted(self._running, key=lambda one: not one.probe):
             if sequence.prefilled:
                 continue
             size = min(len(sequence.given) - sequence.committed, self._chunk)
@@ -102,9 +103,10 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> bool:
         """Take a sequence out, wherever it is, and free its slot. False if it was gone already."""
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-            return True
+        for queue in (self._waiting, self._probes):
+            if sequence in queue:
+                queue.remove(sequence)
+                return True
         if sequence not in self._running:
             return False
         self._running.remove(sequence)
@@ -117,4 +119,4 @@ class Scheduler:
 
     def everything(self) -> list[Sequence]:
         """All that is queued or running."""
-        return [*self._waiting, *self._running]
+        return [*self._probes, *self._waiting, *self._running]

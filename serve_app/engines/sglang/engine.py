@@ -22,7 +22,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from serve_app.config import Config
-from serve_app.engines.base import Chunk, EngineStats, GenerateRequest, ModelInfo
+from serve_app.engines.base import Chunk, EngineStats, GenerateRequest, ModelInfo, first_token
 from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.limits import bounded_tokens, check_choices, check_sampling, check_tokens
 from serve_app.engines.local.stopping import TextStream
@@ -60,13 +60,14 @@ class SglangEngine:
     Args:
         config: the whole tree; `model`, `speculation`, `engine` and `sglang` are read.
         registry: where `LoadMetrics` are declared and SGLang's own series appear, None for no metrics.
-        health_timeout_s: how long `health` waits for its tokens.
+        start_timeout_s: how long `start` waits for the first tokens.
     """
 
     def __init__(
-        self, config: Config, registry: CollectorRegistry | None = None, *, health_timeout_s: float = 30.0
+        self, config: Config, registry: CollectorRegistry | None = None, *, start_timeout_s: float | None = None
     ) -> None:
-        self._config, self._health_timeout = config, health_timeout_s
+        self._config, replica = config, config.replica
+        self._start_timeout = start_timeout_s or max(replica.stuck_after_s, replica.warmup_grace_s)
         self._registry = registry
         self._metrics: LoadMetrics | None = None
         self._host: Host | None = None
@@ -75,8 +76,8 @@ class SglangEngine:
         self._submissions: dict[str, Submission] = {}
         self._courier = Courier()
         self._created = int(time.time())
-        self._last_token: float | None = None
-        self._kv_used = self._waiting = 0
+        self._alive_at: float | None = None
+        self._kv_used = self._waiting = self._computed = 0
 
     # -- lifecycle -------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class SglangEngine:
                 host.manager.after = self._courier.go
                 self._parts = parts_of(host.manager, host.info, host.templates)
                 self._declare(self._parts)
-                await self.health()
+                await first_token(self, self._start_timeout)
             except BaseException:
                 await self._end()
                 raise
@@ -135,6 +136,10 @@ class SglangEngine:
         loads = host.manager.load_snapshot_reader.read_all()
         self._kv_used = sum(load.num_used_tokens for load in loads)
         self._waiting = sum(load.num_waiting_reqs for load in loads)
+        computed = sum(load.total_prefill_uncached_tokens for load in loads)
+        if computed != self._computed:
+            # No token comes from anybody while the chunks of one long prompt are computed, each of them a step.
+            self._computed, self._alive_at = computed, time.monotonic()
         if self._metrics is not None:
             stats = self.stats()
             self._metrics.load(stats.running, stats.queued, stats.kv_tokens_used)
@@ -215,7 +220,7 @@ class SglangEngine:
 
     def _count(self, chunk: Chunk) -> None:
         if chunk.token_ids:
-            self._last_token = time.monotonic()
+            self._alive_at = time.monotonic()
         if chunk.finish_reason is not None:
             self._ended(chunk.finish_reason)
 
@@ -241,23 +246,21 @@ class SglangEngine:
         asked = generation(rid, [min(parts.end_tokens, default=0)], sampling, None)
         try:
             probe = asyncio.wrap_future(host.call(_probe(host, {**asked, "log_metrics": False})))
-            tokens = await asyncio.wait_for(probe, self._health_timeout)
+            tokens = await probe
         except EngineGone as error:
             raise EngineFailed(host.dead or error.message) from None
-        except TimeoutError:
-            raise EngineFailed(f"no token within {self._health_timeout:g} s") from None
         finally:
             host.post(host.manager.abort_request, rid)
         if tokens < _PROBE_TOKENS:
             raise EngineFailed(host.dead or "the scheduler gave the health check up")
-        self._last_token = time.monotonic()
+        self._alive_at = time.monotonic()
 
     def stats(self) -> EngineStats:
         parts, slots = self._parts, self._config.engine.max_running
         asked = self._in_flight()
         queued = min(asked, max(asked - slots, self._waiting))
         # A dead engine's last token proves nothing: without it the watchdog asks at once.
-        last = None if self._host is not None and self._host.dead is not None else self._last_token
+        last = None if self._host is not None and self._host.dead is not None else self._alive_at
         return EngineStats(
             running=asked - queued,
             queued=queued,

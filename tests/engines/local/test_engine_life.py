@@ -14,6 +14,7 @@ from serve_app.config import Config
 from serve_app.engines.base import Chunk, GenerateRequest
 from serve_app.engines.local.engine import LocalEngine
 from serve_app.errors import EngineFailed, EngineGone, InvalidRequest, Overloaded, ReplicaLost
+from serve_app.watchdog import Stuck, prove
 from tests.engines.local.helpers import collect, request, running
 
 Make = Callable[..., Config]
@@ -198,13 +199,13 @@ async def test_lasting_faults_make_it_unhealthy(make_config: Make) -> None:
 
 
 async def test_a_stuck_step_is_unhealthy_within_bounds(make_config: Make) -> None:
-    engine = LocalEngine(make_config(), health_timeout_s=0.2)
+    engine = LocalEngine(make_config())
     await engine.start()
     assert engine._parts is not None and engine._loop is not None
     release = threading.Event()
     engine._loop.post(lambda: (release.wait(), None)[1])
-    with pytest.raises(EngineFailed, match="no token"):
-        await engine.health()
+    with pytest.raises(Stuck, match="no token"):
+        await prove(engine, 0, 0.2)
     release.set()
     await engine.stop()
 

@@ -47,6 +47,21 @@ def test_a_probe_passes_the_queue_into_its_own_slot() -> None:
     assert sorted(str(probe.slot) for probe in probes) == ["1", "None"]
 
 
+def test_probes_that_wait_for_their_slot_hold_up_nobody() -> None:
+    scheduler, wanted = Scheduler(1, 64), sequence()
+    admitted(scheduler, *(sequence(probe=True) for _ in range(3)), wanted)
+    assert wanted.slot == 0 and scheduler.queued == 0 and len(scheduler.everything()) == 4
+
+
+def test_probes_wait_in_their_order_and_can_leave() -> None:
+    scheduler, probes = Scheduler(1, 64), [sequence(probe=True) for _ in range(3)]
+    admitted(scheduler, *probes)
+    assert [probe.slot for probe in probes] == [1, None, None]
+    assert scheduler.remove(probes[1]) and scheduler.remove(probes[0])
+    scheduler.admit()
+    assert probes[2].slot == 1 and scheduler.remove(probes[2]) and scheduler.idle
+
+
 def pieces(scheduler: Scheduler) -> Iterator[list[tuple[int, int]]]:
     while found := scheduler.prefill():
         yield [(piece.start, piece.end) for piece in found]
@@ -60,20 +75,17 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert list(pieces(scheduler)) == [[(0, 10)], [(10, 20)], [(20, 23)]]
 
 
+def test_a_probe_does_not_wait_for_long_prompts() -> None:
+    scheduler = Scheduler(2, 10)
+    admitted(scheduler, sequence(13), sequence(12))
+    admitted(scheduler, sequence(1, probe=True))
+    assert list(pieces(scheduler)) == [[(0, 1)], [(0, 10)], [(10, 13)], [(0, 10)], [(10, 12)]]
+
+
 def test_short_prompts_share_a_forward_padding_included() -> None:
     scheduler = Scheduler(4, 12)
     admitted(scheduler, sequence(4), sequence(6), sequence(4))
     assert list(pieces(scheduler)) == [[(0, 4), (0, 6)], [(0, 4)]]
-
-
-def test_a_probe_does_not_wait_for_the_end_of_a_long_prompt() -> None:
-    """Else the engine would be taken for stuck while it makes every step."""
-    scheduler, probe = Scheduler(2, 10), sequence(1, probe=True)
-    admitted(scheduler, sequence(23))
-    steps = pieces(scheduler)
-    assert next(steps) == [(0, 10)]
-    admitted(scheduler, probe)
-    assert next(steps) == [(0, 1)] and next(steps) == [(10, 20)]
 
 
 def test_only_prefilled_sequences_decode_ordered_by_slot() -> None:

@@ -83,7 +83,7 @@ def registry() -> CollectorRegistry:
 @pytest.fixture(scope="module")
 def engine(sglang_on_cpu: None, make_config: Callable[..., Config], registry: CollectorRegistry) -> Iterator[Any]:
     """One for all tests of a file that leave it as it was: starting takes half a minute. One process has one."""
-    made = SglangEngine(make_config(), registry, health_timeout_s=120)
+    made = SglangEngine(make_config(), registry, start_timeout_s=120)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         asyncio.run(made.start())

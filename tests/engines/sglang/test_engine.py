@@ -227,6 +227,20 @@ async def test_health_generates(engine: SglangEngine) -> None:
     await idle(engine)
 
 
+async def test_a_computed_part_of_a_prompt_is_a_sign_of_life(engine: SglangEngine) -> None:
+    """Nobody's token comes while the chunks of a prompt longer than one are computed."""
+    before = engine._computed
+    await ask(engine, request("sign of life " * 10, max_tokens=1))
+    async with asyncio.timeout(SOON_S):
+        while engine._computed < before + 100:
+            await asyncio.sleep(0.01)
+    await idle(engine)
+    engine._alive_at = None
+    engine._computed = 0  # as if a part came now
+    engine._on_watch()
+    assert engine.stats().last_token_age_s is not None
+
+
 async def test_the_page_has_the_schedulers_series_and_this_processs(
     engine: SglangEngine, registry: CollectorRegistry
 ) -> None:

@@ -86,7 +86,7 @@ async def test_a_stop_while_it_loads_ends_the_loading(sglang_on_cpu: None, make_
 
 
 async def test_a_dead_scheduler_is_a_dead_engine_in_a_living_process(sglang_on_cpu: None, make_config: Make) -> None:
-    engine = SglangEngine(make_config(), health_timeout_s=SOON_S)
+    engine = SglangEngine(make_config(), start_timeout_s=SOON_S)
     await engine.start()
     await engine.start()  # it is running: nothing happens
     (scheduler,) = multiprocessing.active_children()
@@ -112,7 +112,7 @@ async def test_a_dead_scheduler_is_a_dead_engine_in_a_living_process(sglang_on_c
 
 
 async def test_a_parser_for_a_template_without_tools_is_no_start(sglang_on_cpu: None, make_config: Make) -> None:
-    engine = SglangEngine(make_config(sglang={**changed(), "tool_call_parser": "qwen"}), health_timeout_s=SOON_S)
+    engine = SglangEngine(make_config(sglang={**changed(), "tool_call_parser": "qwen"}), start_timeout_s=SOON_S)
     with pytest.raises(ConfigError, match="takes no tools") as caught:
         await engine.start()
     assert caught.value.param == "sglang.tool_call_parser" and multiprocessing.active_children() == []

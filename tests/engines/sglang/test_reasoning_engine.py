@@ -27,7 +27,7 @@ def engine(
     write_marked(path)
     model = make_config().model.model_dump() | {"source": str(path)}
     made = SglangEngine(
-        make_config(model=model, sglang={**PARSERS, "reasoning_parser": "qwen3"}), health_timeout_s=SOON_S
+        make_config(model=model, sglang={**PARSERS, "reasoning_parser": "qwen3"}), start_timeout_s=SOON_S
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -47,7 +47,7 @@ def engine(
     )
     write_marked(path)
     model = make_config().model.model_dump() | {"source": str(path)}
-    made = SglangEngine(make_config(model=model, sglang=PARSERS), health_timeout_s=SOON_S)
+    made = SglangEngine(make_config(model=model, sglang=PARSERS), start_timeout_s=SOON_S)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         asyncio.run(made.start())
