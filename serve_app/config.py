@@ -26,8 +26,12 @@ ENV_FILE = "DDTREE_CONFIG"
 ENV_OTHERS = frozenset({ENV_FILE, "DDTREE_CACHE"})
 
 
+# What outlives it (`proxy.switches`) must be a time that HAProxy can count, 24 days in milliseconds.
+MAX_REQUEST_S = 7 * 86400
+
+
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(_Frozen):
@@ -173,7 +177,7 @@ class IngressConfig(_Frozen):
     max_messages: int = Field(2048, ge=1)
     max_choices: int = Field(16, ge=1)
     max_prompts: int = Field(64, ge=1)
-    request_timeout_s: float = Field(600, gt=0)
+    request_timeout_s: float = Field(600, gt=0, le=MAX_REQUEST_S)
     resume: Literal["all", "greedy", "never"] = "all"
     max_resumes: int = Field(2, ge=0, le=16)
     ready_max_age_s: float = Field(30, gt=0)
@@ -366,9 +370,11 @@ def _has(tree: Mapping[str, Any], key: str) -> bool:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read configuration file {path}: {error}", param=ENV_FILE) from None
+        # On one line, though YAML's own words draw where they mean.
+        said = " ".join(str(error).split())
+        raise ConfigError(f"cannot read configuration file {path}: {said}", param=ENV_FILE) from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -377,6 +383,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         what = f"{path} configures Serve: `serve run {path}`; {ENV_FILE} takes a file of what is under its `args`"
         raise ConfigError(what, param=ENV_FILE)
     return data
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own would forget the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:

@@ -100,3 +100,27 @@ def test_what_is_wrong_is_said_plainly_and_where_it_came_from(env: dict[str, str
     with pytest.raises(ConfigError) as caught:
         load_config(env=env)
     assert says in caught.value.message and "Input" not in caught.value.message
+
+
+@pytest.mark.parametrize("value", [".inf", "inf", "1e99"])
+def test_a_time_that_never_ends_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={"DDTREE_INGRESS__REQUEST_TIMEOUT_S": value})
+    assert caught.value.param == "ingress.request_timeout_s"
+
+
+@pytest.mark.parametrize("text", ["model: {id: a}\nmodel: {id: b}", "model: {id: a, id: b}"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="twice"):
+        load_config(env={"DDTREE_CONFIG": str(path)})
+
+
+def test_what_is_no_yaml_is_told_in_one_line(tmp_path: Path) -> None:
+    """The launcher's last line says why."""
+    path = tmp_path / "cut.yaml"
+    path.write_text("model: [")
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={"DDTREE_CONFIG": str(path)})
+    assert str(path) in caught.value.message and "\n" not in caught.value.message
