@@ -25,6 +25,8 @@ BASE := $(VENV)/.base
 DEV  := $(VENV)/.dev
 LOAD := $(VENV)/.load
 SGL  := $(VENV)-sglang
+# setuptools warns of every editable installation, at length.
+EDITABLE := PYTHONWARNINGS="ignore:Editable installation"
 # Under a name of its own: a recipe that names $(MAKE) is run by make -n too, tests and all.
 AGAIN := $(MAKE) --no-print-directory
 ASKED := pyproject.toml deploy/constraints.txt
@@ -36,7 +38,7 @@ LOAD_RUN := --scale 0.35 --users 4 --duration 60 --goodput ttft=2.0,tpot=0.25 --
 
 .PHONY: help
 help:  ## this list
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## */  make \1\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## */  make \1\t/' | expand -t 22
 
 $(VENV)/bin/python $(SGL)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
@@ -47,11 +49,11 @@ $(VENV)/bin/python $(SGL)/bin/python:
 $(BASE): $(ASKED) | $(VENV)/bin/python
 	@echo "Installing PyTorch and the package; some minutes, gigabytes where the index has only CUDA builds."
 	$(BIN)/python -m pip install -q $(PINS) "$(TORCH)"
-	$(BIN)/python -m pip install -q $(PINS) -e .
+	$(EDITABLE) $(BIN)/python -m pip install -q $(PINS) -e .
 	@touch $@
 
 $(DEV): $(ASKED) $(BASE)
-	$(BIN)/python -m pip install -q $(PINS) -e ".[dev]"
+	$(EDITABLE) $(BIN)/python -m pip install -q $(PINS) -e ".[dev]"
 	@touch $@
 
 setup: $(DEV)  ## create the environment with the development tools
@@ -59,7 +61,7 @@ setup: $(DEV)  ## create the environment with the development tools
 model: $(BASE)  ## fetch the laptop model into the cache
 	$(BIN)/python -m serve_app.models fetch smollm2-135m
 
-serve: model  ## serve the laptop model on $(PORT)
+serve: model  ## serve the laptop model on PORT (8000)
 	$(BIN)/python -m serve_app.launch --port $(PORT)
 
 # Both suites run to their ends; whichever fails, this does.
@@ -71,7 +73,7 @@ test: $(DEV) model  ## the whole test suite, and test-sglang
 $(SGL)/.ready: Makefile pyproject.toml $(addprefix tests/engines/sglang/,requirements.txt constraints.txt) | $(SGL)/bin/python
 	@echo "Installing SGLang without its CUDA dependencies."
 	$(SGL)/bin/python -m pip install -q $(SGLANG_PINS) "$(TORCH)"
-	$(SGL)/bin/python -m pip install -q $(SGLANG_PINS) -e . -r tests/engines/sglang/requirements.txt
+	$(EDITABLE) $(SGL)/bin/python -m pip install -q $(SGLANG_PINS) -e . -r tests/engines/sglang/requirements.txt
 	$(SGL)/bin/python -m pip install -q --no-deps "$(SGLANG)" "$(TORCHVISION)"
 	rm -rf $(SGL)/newest
 	$(SGL)/bin/python -m pip install -q --no-deps --target $(SGL)/newest "$(SGLANG_NEWEST)"
@@ -96,14 +98,14 @@ bench: $(BASE) model  ## tokens/s of the embedded engine, as ratios of one run
 dashboards: $(BASE)  ## write the Grafana dashboards' JSON from their source
 	$(BIN)/python -m dashboards
 
-monitor: $(BASE)  ## run a Prometheus against the application on $(PORT)
+monitor: $(BASE)  ## run a Prometheus against the application on PORT
 	$(BIN)/python -m deploy.monitoring.run --application http://127.0.0.1:$(PORT)
 
 $(LOAD): $(ASKED) $(BASE)
-	$(BIN)/python -m pip install -q $(PINS) -e ".[load]"
+	$(EDITABLE) $(BIN)/python -m pip install -q $(PINS) -e ".[load]"
 	@touch $@
 
-load: $(LOAD) model  ## load the server on $(PORT), or one started for it; report in load-report/
+load: $(LOAD) model  ## load the server on PORT, or one started for it; report in load-report/
 	$(BIN)/python -m load_tests run --start --url http://127.0.0.1:$(PORT) $(LOAD_RUN) $(LOAD_ARGS)
 
 soak: $(LOAD) model  ## half an hour of load with killed replicas, readers who leave and invalid bodies

@@ -65,15 +65,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--quiet", action="store_true", help="no progress display")
     pair = commands.add_parser("compare", help="two reports as ratios")
     pair.set_defaults(do=_compare)
-    pair.add_argument("first", type=Path)
-    pair.add_argument("second", type=Path)
-    long = commands.add_parser("soak", help="load and chaos against a server of its own")
+    pair.add_argument("first", type=Path, help="folder of a report")
+    pair.add_argument("second", type=Path, help="another, which is divided by the first")
+    long = commands.add_parser(
+        "soak", help="load and chaos against a server of its own",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
     long.set_defaults(do=_soak)
     long.add_argument("--duration", type=float, default=1800.0, help="seconds; at least one round of each kind runs")
     long.add_argument("--round", type=float, default=30.0, help="seconds of load in a round")
-    long.add_argument("--users", type=int, default=4)
-    long.add_argument("--seed", type=int, default=1)
-    long.add_argument("--out", type=Path, default=Path("load-report"))
+    long.add_argument("--users", type=int, default=4, help="of each round")
+    long.add_argument("--seed", type=int, default=1, help="the same seed asks the same")
+    long.add_argument("--out", type=Path, default=Path("load-report"), help="folder of soak.json")
     return parser
 
 
@@ -83,8 +86,9 @@ def _server(url: str, start: bool) -> Iterator[str]:
     if not start or somebody_at(base):
         yield base
         return
-    print("no server there: starting one", file=sys.stderr)
+    print("no server there: starting one, which takes half a minute or more", file=sys.stderr)
     with started() as (base, _):
+        print(f"started on {base}", file=sys.stderr)
         yield base
 
 
@@ -123,17 +127,19 @@ def _config(options: argparse.Namespace, mix: dict[str, float], base: str) -> di
 
 
 def _save(out: Path, report: dict[str, Any], result: Any) -> None:
+    from load_tests.page import number
     from load_tests.plots import draw as pictures
     from load_tests.report import write
 
     write(out, report, result.recorder.outcomes, pictures(report, result.recorder.outcomes))
     summary = report["summary"]
     for name in ("requests", "completed", "abandoned", "failed", "output_tok_per_s", "acceptance"):
-        print(f"{name:<20}{summary[name] if summary[name] is not None else '–'}")
+        print(f"{name:<20}{number(summary[name])}")
     for kind, count in summary["failures"].items():
         print(f"  failed: {count} × {kind}")
     for verdict in report["slo"]:
-        print(f"{'holds ' if verdict['holds'] else 'BROKEN'} {verdict['condition']} (is {verdict['value']})")
+        found = "not measured" if verdict["value"] is None else number(verdict["value"])
+        print(f"{'holds ' if verdict['holds'] else 'BROKEN'} {verdict['condition']} (is {found})")
     print(f"report: {out / 'report.html'}")
 
 

@@ -107,7 +107,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         ("acceptance, client", summary["acceptance"]), ("acceptance, server", report["server"].get("acceptance")),
         ("goodput share", summary["goodput_rate"]),
     ]  # fmt: skip
-    cells = "".join(f"<div><strong>{_text(_number(value))}</strong>{_text(name)}</div>" for name, value in tiles)
+    cells = "".join(f"<div><strong>{_text(number(value))}</strong>{_text(name)}</div>" for name, value in tiles)
     return f'<div class="tiles">{cells}</div>'
 
 
@@ -152,10 +152,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     style = {"holds": ' class="good"', "BROKEN": ' class="bad"'}.get(value, "") if isinstance(value, str) else ""
-    return f"<td{style}>{_text(_number(value))}</td>"
+    return f"<td{style}>{_text(number(value))}</td>"
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
     """Four digits, and an exponent only where there is no other way."""
     if value is None:
         return "–"

@@ -23,14 +23,8 @@ F32, BF16, INT64, BOOL = 4, 2, 8, 1
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A target with its drafter. Weights are what the files hold, in bytes.
-
-    Attributes:
-        kv_heads, head_dim: of ordinary attention; latent: elements per token and layer of latent attention (MLA),
-            which replaces them and which every GPU holds whole.
-        draft_*: the same of the drafter, which keeps its own keys and values for every committed token.
-        features: target layers whose hidden states the drafter reads.
-    """
+    """A target with its drafter; `HELP` has each field. A latent cache replaces heads and is whole on every GPU; the
+    drafter keeps keys and values of its own for every committed token."""
 
     weights: float
     layers: int
@@ -63,17 +57,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One replica's GPUs and limits, how many replicas, and what was measured.
-
-    Attributes:
-        gpus: of one replica; gpu_gib: memory of each; usable: share of it that may be filled.
-        budget: tree nodes without the root; slots: the largest batch; context: longest prompt with answer, tokens.
-        graphs_gib: what captured graphs keep per GPU, beside the buffers below (measured).
-        tokens: prompt and answer of a typical request, by which users are counted; answer: of those, generated.
-        acceptance: tokens per verify step of one request, bonus included; step_ms: of a full batch.
-        think_s: pause of a user between an answer and the next question.
-        chunk_us: CPU time of an ingress process per streamed chunk; sampled: whether requests sample.
-    """
+    """One replica's GPUs and limits, how many replicas, and what was measured; `HELP` has each field."""
 
     gpus: int = 8
     gpu_gib: float = 268
@@ -90,6 +74,38 @@ class Plan:
     think_s: float = 30
     chunk_us: float = 600
     sampled: bool = True
+
+
+# What each field above is, with its unit; `--help` shows it.
+HELP = {
+    "weights": "bytes of the target's files",
+    "layers": "of the target",
+    "hidden": "width of the target",
+    "vocab": "tokens in the vocabulary",
+    "kv_heads": "K/V heads of ordinary attention",
+    "head_dim": "elements of a head",
+    "latent": "elements per token and layer of latent attention (MLA), in the place of heads",
+    "draft_weights": "bytes of the drafter's files",
+    "draft_layers": "of the drafter",
+    "draft_kv_heads": "K/V heads of the drafter",
+    "draft_head_dim": "elements of a head of the drafter",
+    "features": "target layers that the drafter reads",
+    "gpus": "of one replica",
+    "gpu_gib": "memory of each GPU, GiB",
+    "usable": "share of it that may be filled",
+    "replicas": "how many",
+    "budget": "tree nodes without the root",
+    "slots": "requests in the largest batch of a replica",
+    "context": "longest prompt with its answer, tokens",
+    "graphs_gib": "what captured graphs keep per GPU beside the buffers, GiB; yours to measure",
+    "tokens": "prompt and answer of a typical request",
+    "answer": "of those, generated",
+    "acceptance": "tokens per verify step of one request, bonus included; yours to measure",
+    "step_ms": "time of a verify step of a full batch, ms; yours to measure",
+    "think_s": "pause of a user between an answer and the next question, s",
+    "chunk_us": "CPU time of an ingress process per streamed chunk, µs",
+    "sampled": "whether requests sample",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +241,17 @@ def _parser() -> argparse.ArgumentParser:
     """An option for every field of a model and a plan."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.capacity", description=__doc__)
     parser.add_argument("model", choices=sorted(MODELS), help="a known shape, which the options below may change")
-    parser.add_argument("--json", action="store_true")
-    for field in (*fields(Model), *fields(Plan)):
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    shape = parser.add_argument_group("shape", "default: the known one's")
+    plan = parser.add_argument_group("plan")
+    for group, field in (*((shape, field) for field in fields(Model)), *((plan, field) for field in fields(Plan))):
         option = f"--{field.name.replace('_', '-')}"
+        said = HELP[field.name] + (f" (default: {field.default})" if group is plan else "")
         if field.type == "bool":
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None)
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=said)
         else:
-            parser.add_argument(option, type=int if field.type == "int" else float, default=None)
+            kind = int if field.type == "int" else float
+            group.add_argument(option, type=kind, default=None, metavar="N", help=said)
     return parser
 
 

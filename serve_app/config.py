@@ -26,8 +26,12 @@ ENV_FILE = "DDTREE_CONFIG"
 ENV_OTHERS = frozenset({ENV_FILE, "DDTREE_CACHE"})
 
 
+# What outlives it (`proxy.switches`) must be a time that HAProxy can count, 24 days in milliseconds.
+MAX_REQUEST_S = 7 * 86400
+
+
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(_Frozen):
@@ -173,18 +177,21 @@ class IngressConfig(_Frozen):
     max_messages: int = Field(2048, ge=1)
     max_choices: int = Field(16, ge=1)
     max_prompts: int = Field(64, ge=1)
-    request_timeout_s: float = Field(600, gt=0)
+    request_timeout_s: float = Field(600, gt=0, le=MAX_REQUEST_S)
     resume: Literal["all", "greedy", "never"] = "all"
     max_resumes: int = Field(2, ge=0, le=16)
     ready_max_age_s: float = Field(30, gt=0)
     ready_timeout_s: float = Field(5, gt=0)
 
 
+KEY_NAME = r"^[A-Za-z0-9._-]{1,64}$"
+
+
 class ApiKey(_Frozen):
     """One API key, as its hash (`python -m serve_app.admission NAME` makes both). Null limits are none. `models`: ids
     that it may use, null for all. `priority`: batch requests wait until no interactive one does."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    name: str = Field(pattern=KEY_NAME)
     hash: str = Field(repr=False)
     models: list[str] | None = None
     requests_per_minute: float | None = Field(None, gt=0)
@@ -305,17 +312,23 @@ def load_config(
         ConfigError: `param` is the dotted path of the first wrong key; the message lists every one.
     """
     env = dict(os.environ if env is None else env) if use_env or env is not None else {}
-    tree: dict[str, Any] = {}
     path = env.get(ENV_FILE)
-    if path:
-        _merge(tree, _read_yaml(Path(path)))
-    _merge(tree, _from_env(env))
-    _merge(tree, dict(args or {}))
+    file = _read_yaml(Path(path)) if path else {}
+    tree: dict[str, Any] = {}
+    for source in (file, _from_env(env), dict(args or {})):
+        _merge(tree, source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         problems = [(*_place(e["loc"]), _said(e)) for e in error.errors()]
-        text = "; ".join(f"{where or 'config'}{_origin(key, env)}: {what}" for where, key, what in problems)
+
+        def origin(key: str) -> str:
+            if _has(args or {}, key):
+                return ""
+            variable = _variable(key, env)
+            return f" (from {variable})" if variable else f" (from {path})" if _has(file, key) else ""
+
+        text = "; ".join(f"{where or 'config'}{origin(key)}: {what}" for where, key, what in problems)
         raise ConfigError(f"invalid configuration: {text}", param=problems[0][0] or None) from None
 
 
@@ -338,23 +351,51 @@ def _said(problem: Any) -> str:
     return message
 
 
-def _origin(where: str, env: Mapping[str, str]) -> str:
-    """Which environment variable set a key, if one did."""
-    variable = ENV_PREFIX + where.upper().replace(".", "__")
+def _variable(key: str, env: Mapping[str, str]) -> str | None:
+    """The environment variable that set a key, if one did."""
+    variable = ENV_PREFIX + key.upper().replace(".", "__")
     named = [name for name in env if name == variable or name.startswith(variable + "__")]
-    return f" (from {named[0]})" if where and named else ""
+    return named[0] if key and named else None
+
+
+def _has(tree: Mapping[str, Any], key: str) -> bool:
+    """Whether a source sets a key; of the whole tree ("") none is the source."""
+    node: Any = tree
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return False
+        node = node[name]
+    return True
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read configuration file {path}: {error}", param=ENV_FILE) from None
+        # On one line, though YAML's own words draw where they mean.
+        said = " ".join(str(error).split())
+        raise ConfigError(f"cannot read configuration file {path}: {said}", param=ENV_FILE) from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"configuration file {path} must hold a mapping", param=ENV_FILE)
+    if "applications" in data:
+        what = f"{path} configures Serve: `serve run {path}`; {ENV_FILE} takes a file of what is under its `args`"
+        raise ConfigError(what, param=ENV_FILE)
     return data
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own would forget the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:

@@ -89,8 +89,19 @@ def main(argv: list[str] | None = None) -> int:
     if failure is not None:
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    print("Stopped.", flush=True)
+    _say("Stopped.")
     return 0
+
+
+def _say(text: str) -> None:
+    """A line for whoever reads them. One who has left keeps the application neither from running nor from its end."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # What is left in its buffer would be tried again at the exit, and turn its code into a failure's.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _choose(wanted: proxy.Wanted, host: str) -> proxy.Choice:
@@ -125,7 +136,7 @@ def _switched(choice: proxy.Choice, config: Config, host: str) -> Iterator[None]
     if os.environ.get("RAY_ADDRESS"):
         yield  # that cluster's proxies are what they are
         return
-    print(f"In front: {'HAProxy' if choice.binary else 'the proxy of Serve'} ({choice.why}).", flush=True)
+    _say(f"In front: {'HAProxy' if choice.binary else 'the proxy of Serve'} ({choice.why}).")
     proxy.apply(proxy.switches(choice, config.ingress.request_timeout_s))
     if choice.binary is None:
         yield
@@ -161,6 +172,11 @@ def _serve(host: str, port: int, config: Config) -> str | None:
         while True:
             signal.pause()
     except KeyboardInterrupt:
+        return None
+    except SystemExit as end:
+        # Ray's own answer to SIGTERM, for as long as it starts.
+        if end.code != signal.SIGTERM:
+            raise
         return None
     except Exception as error:
         # A drain deletes the application; where it had not started yet, that ends the wait for it.
@@ -229,8 +245,7 @@ def _drain_first(*_: object) -> None:
 def _drain() -> None:
     from ray import serve
 
-    with contextlib.suppress(OSError):  # whoever read this may have left, which must not keep it from stopping
-        print("Stopping when the running answers have ended; once more (Ctrl-C) cuts them.", flush=True)
+    _say("Stopping when the running answers have ended; once more (Ctrl-C) cuts them.")
     try:
         serve.delete(APP_NAME)
     except Exception as error:
@@ -267,7 +282,7 @@ def _check_port(host: str, port: int) -> None:
 def _announce(base: str, config: Config) -> None:
     while not _ready(base):
         time.sleep(POLL_S)
-    print(f"\nReady on {base}. Try:\n\n  {_example(base, config)}\n\nCtrl-C stops.", flush=True)
+    _say(f"\nReady on {base}. Try:\n\n  {_example(base, config)}\n\nCtrl-C stops.")
 
 
 def _example(base: str, config: Config) -> str:

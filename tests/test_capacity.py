@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from serve_app.capacity import (
     GIB,
+    HELP,
     MODELS,
     Model,
     Plan,
@@ -144,6 +145,13 @@ def test_the_command_takes_shapes_and_plans(capsys: pytest.CaptureFixture[str]) 
     assert main(["smollm2-135m", "--json", "--gpus", "1", "--gpu-gib", "80", "--slots", "8", "--context", "8192"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2 + 2 * 5 * 3 * 64 * 2
+
+
+def test_help_says_what_each_option_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(HELP) == {field.name for group in (Model, Plan) for field in fields(group)}
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "memory of each GPU, GiB (default: 268)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,29 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
         load_config({}, {"DDTREE_CONFIG": str(file)})
 
 
+def test_a_configuration_of_serve_is_told_apart(tmp_path: Path) -> None:
+    """Both are YAML, and deploy/serve has only those."""
+    file = tmp_path / "laptop.yaml"
+    file.write_text("applications:\n  - args: {model: {id: a}}\n")
+    with pytest.raises(ConfigError, match=f"serve run {file}"):
+        load_config({}, {"DDTREE_CONFIG": str(file)})
+
+
+def test_each_wrong_key_says_where_it_was_set(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {sorce: x}\nengine: {threads: 0, max_running: 0}\nreplica: {num_replicas: 0}\n")
+    env = {"DDTREE_CONFIG": str(file), "DDTREE_ENGINE__MAX_RUNNING": "-1"}
+    with pytest.raises(ConfigError) as caught:
+        load_config({"replica": {"num_replicas": -1}}, env)
+    told = {
+        problem.split(":")[0] for problem in caught.value.message.removeprefix("invalid configuration: ").split("; ")
+    }
+    assert told == {
+        f"model.sorce (from {file})", f"engine.threads (from {file})",
+        "engine.max_running (from DDTREE_ENGINE__MAX_RUNNING)", "replica.num_replicas",
+    }  # fmt: skip
+
+
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().model.id = "x"  # type: ignore[misc]
@@ -77,3 +100,27 @@ def test_what_is_wrong_is_said_plainly_and_where_it_came_from(env: dict[str, str
     with pytest.raises(ConfigError) as caught:
         load_config(env=env)
     assert says in caught.value.message and "Input" not in caught.value.message
+
+
+@pytest.mark.parametrize("value", [".inf", "inf", "1e99"])
+def test_a_time_that_never_ends_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={"DDTREE_INGRESS__REQUEST_TIMEOUT_S": value})
+    assert caught.value.param == "ingress.request_timeout_s"
+
+
+@pytest.mark.parametrize("text", ["model: {id: a}\nmodel: {id: b}", "model: {id: a, id: b}"])
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="twice"):
+        load_config(env={"DDTREE_CONFIG": str(path)})
+
+
+def test_what_is_no_yaml_is_told_in_one_line(tmp_path: Path) -> None:
+    """The launcher's last line says why."""
+    path = tmp_path / "cut.yaml"
+    path.write_text("model: [")
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={"DDTREE_CONFIG": str(path)})
+    assert str(path) in caught.value.message and "\n" not in caught.value.message

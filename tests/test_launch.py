@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from serve_app import launch
 from serve_app.config import load_config
 from serve_app.errors import ConfigError
-from tests.conftest import free_port
+from tests.conftest import ROOT, free_port
 
 
 class Ready(BaseHTTPRequestHandler):
@@ -203,6 +204,19 @@ def test_a_drain_that_nobody_reads_of_ends_all_the_same(
     assert signals == [launch.signal.SIGTERM]
 
 
+def test_whoever_reads_may_leave_at_any_time() -> None:
+    """Its lines are for people; the exit code says whether it failed."""
+    code = "from serve_app.launch import _say; _say('In front'); _say('Stopped.')"
+    command = [sys.executable, "-c", code]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_signal_before_there_is_anything_to_drain_raises_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raised inside an import of Ray's it was swallowed, or left logging's lock taken, so that nothing stopped it."""
     monkeypatch.setattr(launch, "_stopping", threading.Event())
@@ -213,3 +227,18 @@ def test_a_signal_before_there_is_anything_to_drain_raises_where_that_is_safe(mo
     assert handlers == [launch._interrupt]
     with pytest.raises(KeyboardInterrupt):
         launch._check_stop()
+
+
+def test_a_stop_while_ray_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has a handler of its own then, which ends the process with the signal's number."""
+    import ray
+
+    def ends(**_: object) -> None:
+        raise SystemExit(signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "_on_stop", lambda handler: None)
+    monkeypatch.setattr(ray, "init", ends)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(launch, "_ending", threading.Event())
+    assert launch._serve("127.0.0.1", 8000, load_config(use_env=False)) is None

@@ -55,6 +55,22 @@ async def test_a_failure_in_the_engine_is_found_by_the_request_id(caplog: pytest
     assert vars(record)["request_id"] == "mine" and record.exc_info
 
 
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        (chat("a", foo=1), "400 param=foo"),
+        (chat("a refuse=Overloaded"), "503 overloaded"),
+        ({**chat("a"), "model": "x"}, "404 model_not_found param=model"),
+        ([], "400"),
+    ],
+)
+async def test_a_refused_request_has_a_line_with_what_there_is_to_say(
+    caplog: pytest.LogCaptureFixture, body: Any, end: str
+) -> None:
+    await post(caplog, body)
+    assert f"request mine on {CHAT}: {end}" in [record.message for record in caplog.records]
+
+
 def test_json_lines_carry_the_request_id_and_the_outcome(serve_app_factory: Callable[..., Served]) -> None:
     config = {
         "model": {"id": "fake"}, "replica": {"num_cpus": 0.1}, "logging": {"format": "json"},

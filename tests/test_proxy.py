@@ -2,16 +2,19 @@
 
 import os
 import shutil
+import socket
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from load_tests.target import free_port
 from serve_app import proxy
 from serve_app.errors import ConfigError, NotReady
 from serve_app.launch import SERVE_SWITCHES
 from serve_app.proxy.__main__ import main as link_into
+from tests.conftest import eventually
 
 
 def fake_haproxy(directory: Path, says: str) -> str:
@@ -90,6 +93,11 @@ def test_long_answers_outlive_a_reload() -> None:
     found = proxy.switches(proxy.Choice("/x/haproxy", ""), 600)
     assert int(found["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 600
     assert not found.keys() & SERVE_SWITCHES.keys()
+
+
+def test_clients_that_say_nothing_cannot_hold_all_places() -> None:
+    """Serve's own value is an hour, for a body that never comes too, and after the answer that refused it."""
+    assert int(proxy.switches(proxy.Choice("/x/haproxy", ""), 600)["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"]) <= 60
 
 
 def test_applications_beside_each_other_share_no_port() -> None:
@@ -199,3 +207,75 @@ def test_haproxy_takes_what_the_script_writes(tmp_path: Path) -> None:
         [proxy.SCRIPT, "-c", "-f", config], env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+
+
+# As Serve writes them, as far as they matter here.
+SPLICING = """\
+defaults
+    mode http
+    timeout connect 60s
+    timeout client 60s
+    timeout server 60s
+    option abortonclose
+    option splice-request
+    option splice-response
+frontend http_frontend
+    bind 127.0.0.1:{front}
+    default_backend app
+backend app
+    server a 127.0.0.1:{back}
+"""
+
+
+def test_a_client_whose_body_came_apart_from_its_head_is_seen_to_leave(tmp_path: Path) -> None:
+    """Most libraries send it so. Spliced, HAProxy looked at the client no more until the answer came."""
+    choice = proxy.choose("auto", {**os.environ, proxy.ENABLED: "1"})
+    if choice.binary is None:
+        pytest.skip(choice.why)
+    front = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as ingress:
+        ingress.settimeout(30)
+        config = tmp_path / "haproxy.cfg"
+        config.write_text(SPLICING.format(front=front, back=ingress.getsockname()[1]))
+        haproxy = subprocess.Popen(
+            [proxy.SCRIPT, "-db", "-f", config], env={**os.environ, "HAPROXY_BINARY": choice.binary},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            eventually(lambda: _connects(front), 30)
+            with socket.create_connection(("127.0.0.1", front), 30) as client:
+                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+                request, _ = ingress.accept()
+                request.settimeout(30)
+                _read_until(request, b"\r\n\r\n")
+                client.sendall(b"hello")
+                _read_until(request, b"hello")
+            with request:
+                assert _ends(request)
+        finally:
+            haproxy.kill()
+            haproxy.wait(30)
+
+
+def _connects(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read_until(connection: socket.socket, end: bytes) -> None:
+    read = b""
+    while not read.endswith(end):
+        more = connection.recv(4096)
+        assert more, read
+        read += more
+
+
+def _ends(connection: socket.socket) -> bool:
+    """However HAProxy says it."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True

@@ -4,21 +4,39 @@
 set -euo pipefail
 umask 022
 
-wheel=${1:?usage: install.sh ddtree_serve-VERSION-py3-none-any.whl [extras, such as gpu,sglang]}
+usage="usage: install.sh ddtree_serve-VERSION-py3-none-any.whl [extras, such as gpu,sglang]"
+wheel=${1:?$usage}
 extras=${2:-gpu}
+if [[ $wheel == -h || $wheel == --help ]]; then
+  echo "$usage"
+  exit
+fi
+# Before anything is changed.
+version=$(basename -- "$wheel" | cut -d- -f2)
+if [[ ! -f $wheel || $(basename -- "$wheel") != ddtree_serve-"$version"-*.whl ]]; then
+  echo "$wheel is no wheel of this package; $usage" >&2
+  exit 2
+fi
 here=$(cd "$(dirname "$0")" && pwd)
-version=$(basename "$wheel" | cut -d- -f2)
 root=${ROOT:-/opt/ddtree}
 release=$root/releases/$version
+if [[ $(id -u) != 0 ]]; then
+  echo "install.sh makes a user and writes to $root and /etc/ddtree: run it as root" >&2
+  exit 1
+fi
+if [[ -e $release ]]; then
+  echo "$release is there already" >&2
+  exit 1
+fi
+if ! command -v "${PYTHON:-python3.11}" >/dev/null; then
+  echo "${PYTHON:-python3.11} is not there; PYTHON names another" >&2
+  exit 1
+fi
 
 id ddtree >/dev/null 2>&1 || useradd --system --create-home --home-dir /var/lib/ddtree --shell /usr/sbin/nologin ddtree
 install -d -m 0755 "$root/releases"
 install -d -m 0750 -o root -g ddtree /etc/ddtree
 install -d -m 0750 -o ddtree -g ddtree /var/cache/ddtree
-if [[ -e $release ]]; then
-  echo "$release is there already" >&2
-  exit 1
-fi
 partial=$release.partial
 rm -rf "$partial"
 "${PYTHON:-python3.11}" -m venv "$partial"

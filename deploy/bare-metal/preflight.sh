@@ -3,7 +3,19 @@
 # code 1 where there is any. `python -m serve_app.topology` checks the GPUs against the Serve configuration.
 set -uo pipefail
 
-role=${1:?usage: preflight.sh head|worker [serve-config.yaml]}
+usage="usage: preflight.sh head|worker [serve-config.yaml]"
+role=${1:?$usage}
+case $role in
+  head | worker) ;;
+  -h | --help)
+    echo "$usage"
+    exit
+    ;;
+  *)
+    echo "unknown role $role; $usage" >&2
+    exit 2
+    ;;
+esac
 config=${2:-}
 etc=${ETC:-/etc/ddtree}
 python=${PYTHON:-python3}
@@ -92,10 +104,6 @@ case $role in
         miss "this node is not what $config asks for (above)"
       fi
     fi
-    ;;
-  *)
-    echo "unknown role $role: head or worker" >&2
-    exit 2
     ;;
 esac
 echo "$misses misses"

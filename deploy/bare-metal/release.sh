@@ -4,6 +4,10 @@
 set -euo pipefail
 
 version=${1:?usage: release.sh VERSION}
+if [[ $version == -h || $version == --help ]]; then
+  echo "usage: release.sh VERSION"
+  exit
+fi
 root=${ROOT:-/opt/ddtree}
 units=${UNITS:-/etc/systemd/system}
 if [[ ! -x $root/releases/$version/bin/python ]]; then

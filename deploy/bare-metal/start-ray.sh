@@ -4,7 +4,8 @@
 # machine. DRY_RUN=1 prints the command instead.
 set -euo pipefail
 
-role=${1:?usage: start-ray.sh head|worker}
+usage="usage: start-ray.sh head|worker"
+role=${1:?$usage}
 gcs_port=${GCS_PORT:-6379}
 options=(
   --block
@@ -33,8 +34,12 @@ case $role in
   worker)
     options+=(--address="${CLUSTER_HEAD:?the head, in ray.env}:$gcs_port")
     ;;
+  -h | --help)
+    echo "$usage"
+    exit
+    ;;
   *)
-    echo "unknown role $role: head or worker" >&2
+    echo "unknown role $role; $usage" >&2
     exit 2
     ;;
 esac

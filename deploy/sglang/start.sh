@@ -4,7 +4,12 @@
 # DRY_RUN=1 prints the command instead.
 set -euo pipefail
 
-file=${1:?usage: start.sh FILE [options]}
+usage="usage: start.sh FILE [options of SGLang]"
+file=${1:?$usage}
+if [[ $file == -h || $file == --help ]]; then
+  echo "$usage"
+  exit
+fi
 shift
 args=()
 while read -r option value; do

@@ -27,7 +27,8 @@ def check_sglang() -> None:
     try:
         check_version()  # the engine stands on internals as the plugin does
     except PluginError as error:
-        hint = "install the extra [sglang], pip install 'ddtree-serve[sglang]'"
+        # Its pins replace this environment's torch.
+        hint = "install the extra [sglang] in an environment of its own, pip install 'ddtree-serve[sglang]'"
         raise ConfigError(f"engine.kind sglang: {error}; {hint}", param="engine.kind") from error
 
 

@@ -123,7 +123,8 @@ def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
 
         async def call() -> tuple[list[int], ModelInfo]:
             info = await gateway.backend.info()
-            return await gateway.backend.tokenize(tokenize_request(wire, info)), info
+            job = tokenize_request(wire, info, max_messages=gateway.config.ingress.max_messages)
+            return await gateway.backend.tokenize(job), info
 
         tokens, info = await _short(gateway, request, call)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len})

@@ -148,8 +148,9 @@ class RequestScope:
         if reason is not None and scope["method"] == "POST" and not (started and record.stream):
             self._metrics.rejected.labels(reason).inc()
         code, param = record.error.code, record.error.param
-        said = (record.request_id, route, status, code, param)
-        logger.info("request %s on %s: %d %s param=%s", *said, extra={**fields, "code": code, "param": param})
+        why = "".join((f" {code}" if code else "", f" param={param}" if param else ""))
+        said = (record.request_id, route, status, why)
+        logger.info("request %s on %s: %d%s", *said, extra={**fields, "code": code, "param": param})
 
 
 def reject_reason(error: ServeError) -> str | None:

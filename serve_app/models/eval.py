@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from serve_app.errors import ModelFetchError
 from serve_app.models.acceptance import Tally, chain_lengths, tree_lengths
@@ -125,7 +126,8 @@ def evaluate(
     report: dict[str, Any] = {"prompts": len(json.loads(args.prompts.read_text())[:: args.every]), "results": []}
     for temperature in args.temperatures:
         results = {name: Result() for name in drafters}
-        for item in answers(model, tokenizer, args, temperature):
+        drawn = answers(model, tokenizer, args, temperature)
+        for item in tqdm(drawn, f"T={temperature}", report["prompts"], unit="prompt", disable=None):
             for name, drafter in drafters.items():
                 results[name].add(item.kind, measure(model, drafter, item, args.budgets), drafter.block_size - 1)
         for name, result in results.items():
@@ -164,16 +166,17 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, DraftReference]]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     files = resolve(args.model)
-    dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(files.path, dtype=dtype).to(args.device).eval()
-    embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-    drafters = {}
+    paths = {}
     for source in args.drafter:
         name, _, where = source.rpartition("=")
         path = resolve_drafter(where, files)
         if path is None:
             raise ModelFetchError(f"no drafter is shipped for {files.name}; give a directory with --drafter")
-        drafters[name or where] = DraftReference.load(path, embedding, head)
+        paths[name or where] = path
+    dtype = getattr(torch, args.dtype)
+    model = AutoModelForCausalLM.from_pretrained(files.path, dtype=dtype).to(args.device).eval()
+    embedding, head = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+    drafters = {name: DraftReference.load(path, embedding, head) for name, path in paths.items()}
     return model, AutoTokenizer.from_pretrained(files.path), drafters
 
 
@@ -185,15 +188,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSON list of {"kind", "messages"}')
     parser.add_argument("--continuations", type=Path, help="answers as token ids instead of asking the target")
-    parser.add_argument("--every", type=int, default=1, help="use every n-th prompt")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--new-tokens", type=int, default=260)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--every", type=_positive, default=1, help="use every n-th prompt: 20 is a sample (all of them)"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy (0 0.8)")
+    parser.add_argument("--budgets", type=_positive, nargs="+", default=list(BUDGETS), help="tree nodes (8 … 128)")
+    parser.add_argument("--new-tokens", type=_positive, default=260, help="of an answer, at most (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of sampled answers (%(default)s)")
     parser.add_argument("--out", type=Path, help="write the report here (JSON)")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -210,10 +221,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from a command line; returns the exit code."""
+    """Run from a command line; returns the exit code, 1 with a line that says why."""
     parser = argparse.ArgumentParser(prog="python -m serve_app.models eval", description=__doc__)
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("--device is cuda, but torch sees no CUDA device")
+    try:
+        return run(args)
+    except ModelFetchError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

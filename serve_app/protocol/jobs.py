@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
 from serve_app.errors import InvalidRequest, ServeError, Unsupported
-from serve_app.protocol.messages import plain_messages
+from serve_app.protocol.messages import Message, plain_messages
 from serve_app.protocol.resume import Progress
 from serve_app.protocol.tools import tool_fields
 from serve_app.protocol.wire import (
@@ -100,8 +100,7 @@ class Item(NamedTuple):
 
 def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messages: int) -> Job:
     """Raises InvalidRequest or Unsupported, naming the field."""
-    if len(wire.messages) > max_messages:
-        raise InvalidRequest(f"messages may have at most {max_messages} entries.", param="messages")
+    _check_messages(wire.messages, max_messages)
     if None not in (wire.max_tokens, wire.max_completion_tokens) and wire.max_tokens != wire.max_completion_tokens:
         raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them.", param="max_tokens")
     if wire.top_logprobs is not None and not wire.logprobs:
@@ -177,13 +176,14 @@ def completion_job(wire: CompletionRequest, info: ModelInfo, *, max_choices: int
     return _job(wire, info, id, requests, chat=False)
 
 
-def tokenize_request(wire: TokenizeRequest, info: ModelInfo) -> GenerateRequest:
-    """Raises InvalidRequest unless exactly one of prompt and messages is there, Unsupported for tools that no engine
-    takes."""
+def tokenize_request(wire: TokenizeRequest, info: ModelInfo, *, max_messages: int) -> GenerateRequest:
+    """Raises InvalidRequest unless exactly one of prompt and messages is there, with no more messages than that;
+    Unsupported for tools that no engine takes."""
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("Give exactly one of prompt and messages.", param="prompt")
     if wire.tools and wire.messages is None:
         raise InvalidRequest("tools need messages.", param="tools")
+    _check_messages(wire.messages or (), max_messages)
     return GenerateRequest(
         request_id=_new_id("tok"),
         sampling=SamplingParams(),
@@ -192,6 +192,11 @@ def tokenize_request(wire: TokenizeRequest, info: ModelInfo) -> GenerateRequest:
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
         **tool_fields(wire.tools, None, None, info),
     )
+
+
+def _check_messages(messages: Sequence[Message], most: int) -> None:
+    if len(messages) > most:
+        raise InvalidRequest(f"messages may have at most {most} entries.", param="messages")
 
 
 def check_token_ids(ids: Sequence[int], info: ModelInfo, param: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve_app.errors import InvalidRequest
 
@@ -17,6 +17,16 @@ class Wire(BaseModel):
     """Strict types ("10" is no integer, true is no number), unknown keys refused, no infinities."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_key(cls, value: Any) -> Any:
+        """Of many unknown keys the first is refused: a finding for each of a hundred thousand would take seconds."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(key for key in value if key not in known)
+        return {key: item for key, item in value.items() if key in known or key is unknown}
 
 
 class TextPart(Wire):

@@ -115,6 +115,9 @@ def switches(choice: Choice, request_timeout_s: float) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         # Two checks in a row that fail (see haproxy.sh) end an ingress's share of the new requests, within 7 s.
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "2s",
+        # For clients that owe a part of a request, refused already or not, or take nothing of an answer; that may be
+        # silent for longer. Serve's hour would let few of them hold all places.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
         "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
     }
 

@@ -5,6 +5,7 @@ import io
 from typing import Any
 
 import pytest
+import yaml
 
 from serve_app.admission.__main__ import main
 from serve_app.admission.keys import KeyRing, matches, new_key, scrypt_hash, sha256_hash
@@ -93,6 +94,23 @@ def test_the_command_makes_a_key_that_its_entry_accepts(capsys: pytest.CaptureFi
     key = told.split()[-1]
     stored = shown.split("'")[1]
     assert matches(key, stored) and key not in shown
+
+
+@pytest.mark.parametrize("name", ["team-a", "2024", "null", "on", "1e3", "_"])
+def test_the_configuration_takes_the_entry_as_it_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 0
+    config = load_config({"admission": {"keys": yaml.safe_load(capsys.readouterr().out)}}, use_env=False)
+    assert config.admission.keys[0].name == name
+
+
+@pytest.mark.parametrize("name", ["team a", "a: b", "", "x" * 65, "a\n"])
+def test_no_key_is_made_under_a_name_that_the_configuration_refuses(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([name])
+    shown, told = capsys.readouterr()
+    assert shown == "" and "key, shown only now" not in told
 
 
 def test_a_chosen_key_is_hashed_with_scrypt(

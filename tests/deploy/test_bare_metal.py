@@ -52,6 +52,32 @@ def test_scripts_can_be_run(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_say_how_they_are_used(script: Path, tmp_path: Path) -> None:
+    done = run(script, "--help", PATH=watched(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {script.name} ")
+    assert not (tmp_path / "called").exists()
+
+
+def watched(directory: Path) -> str:
+    """A PATH whose commands that change a machine say so in `called`, and change nothing."""
+    for name in ("useradd", "install"):
+        command = directory / name
+        command.write_text(f"#!/bin/sh\necho {name} >> {directory}/called\n")
+        command.chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("name", ["ddtree_serve-0.1.0-py3-none-any.whl", "other-0.1.0-py3-none-any.whl"])
+def test_what_is_no_wheel_of_this_package_installs_nothing(name: str, tmp_path: Path) -> None:
+    """A path that is not there, and a file of something else."""
+    if name.startswith("other"):
+        (tmp_path / name).touch()
+    done = run(METAL / "install.sh", tmp_path / name, PATH=watched(tmp_path), ROOT=str(tmp_path / "root"))
+    assert done.returncode == 2 and "no wheel of this package" in done.stderr
+    assert not (tmp_path / "called").exists() and not (tmp_path / "root").exists()
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_accepts_the_unit(unit: Path) -> None:
     done = run(tool("systemd-analyze"), "verify", unit)

@@ -113,14 +113,16 @@ def installed(tmp_path: Path, extras: str) -> str:
     """install.sh's `pip install` from a copy of the checkout, with a Python that only writes down what it was asked."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name, script in (("python", PYTHON), ("install", INSTALL), ("id", "#!/bin/sh\n")):
+    for name, script in (("python", PYTHON), ("install", INSTALL), ("id", "#!/bin/sh\necho 0\n")):
         (tools / name).write_text(script)
         (tools / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": "python", "ROOT": str(tmp_path / "opt"),
            "LOG": str(tmp_path / "log")}  # fmt: skip
     script = tmp_path / "deploy" / "bare-metal" / "install.sh"
-    done = subprocess.run([str(script), "ddtree_serve-1.2.3-py3-none-any.whl", extras], env=env, capture_output=True,
-                          text=True, timeout=60, check=False)  # fmt: skip
+    wheel = tmp_path / "ddtree_serve-1.2.3-py3-none-any.whl"
+    wheel.touch()
+    done = subprocess.run([str(script), str(wheel), extras], env=env, capture_output=True, text=True, timeout=60,
+                          check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     release = tmp_path / "opt" / "releases" / "1.2.3"
     assert (release / "bin" / "ray").read_text() == f"#!{release}/bin/python\n"

@@ -127,6 +127,15 @@ def test_steps_are_reported_with_a_knee_and_pictures(truth: Callable[..., str], 
     assert "src=" not in page and "<link" not in page and "@import" not in page
 
 
+def test_the_terminal_shows_four_digits_and_what_was_not_measured(truth: Callable[..., str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "load_tests", "run", "--url", truth("--chunks", "3"), "--quiet", "--mix", "fixed"]
+    more = ["--requests", "2", "--slo", "nonsense<=1", "--out", str(tmp_path)]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    said = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("output_tok_per_s", "accept")))
+    assert set(said) == {"output_tok_per_s", "acceptance"} and all(len(number) <= 5 for number in said.values())
+    assert "BROKEN nonsense<=1 (is not measured)" in done.stdout
+
+
 def test_a_broken_gate_is_the_exit_code(truth: Callable[..., str], run: Run) -> None:
     url = truth("--chunks", "2")
     code, report = run(url, "--mix", "fixed", "--requests", "2", "--slo", "ttft_s.p50<=0.0001")

@@ -133,6 +133,23 @@ def test_report_and_plot_from_the_command_line(tmp_path: Path) -> None:
     assert png.stat().st_size > 5000
 
 
+@pytest.mark.parametrize("option", ["--model", "--drafter"])
+def test_what_is_not_there_is_one_line(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And said before a target is loaded."""
+    convert(tiny.write_gguf(tmp_path / "tiny.gguf"), tmp_path, lambda done, total: None)
+    assert evaluation.main(["--model", str(tmp_path), option, "/no/such"]) == 1
+    assert capsys.readouterr().err.splitlines() == ["error: /no/such does not exist"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--every", "0"), ("--budgets", "-1"), ("--dtype", "int3"), ("--new-tokens", "x")]
+)
+def test_wrong_options_are_usage(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
 def test_the_prompts_are_many_and_distinct() -> None:
     items = json.loads(evaluation.PROMPTS.read_text())
     assert len(items) >= 200

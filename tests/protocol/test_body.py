@@ -4,6 +4,7 @@ import pytest
 
 from serve_app.errors import InvalidRequest
 from serve_app.protocol import parse_object
+from serve_app.protocol.body import MAX_PARTS
 
 BROKEN = {
     "empty": b"",
@@ -46,3 +47,15 @@ def test_errors_do_not_quote_the_body() -> None:
 
 def test_unusual_but_valid_text_survives() -> None:
     assert parse_object('{"a":"\\u0000\\ud83c\\udf0d é"}'.encode()) == {"a": "\x00🌍 é"}
+
+
+@pytest.mark.parametrize("part", [b"[]", b"{}", b'{"a":[]}'])
+def test_a_body_of_too_many_parts_is_refused(part: bytes) -> None:
+    """Each costs little; a million of them stopped the process for seconds."""
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_PARTS}"):
+        parse_object(b'{"a":[' + b",".join([part] * MAX_PARTS) + b"]}")
+
+
+def test_text_and_numbers_are_no_parts() -> None:
+    body = b'{"prompt":[' + b",".join([b"1"] * 2 * MAX_PARTS) + b'],"text":"' + b"[{" * MAX_PARTS + b'"}'
+    assert len(parse_object(body)["prompt"]) == 2 * MAX_PARTS

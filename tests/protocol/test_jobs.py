@@ -200,7 +200,15 @@ def test_best_of_may_only_repeat_n() -> None:
 @pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": [USER]}])
 def test_tokenize_takes_exactly_one_input(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        tokenize_request(validate(TokenizeRequest, fields), INFO)
+        tokenize_request(validate(TokenizeRequest, fields), INFO, max_messages=9)
+
+
+def test_a_chat_that_is_only_counted_is_bounded_as_one_that_is_answered() -> None:
+    wire = validate(TokenizeRequest, {"messages": [USER] * 3})
+    tokenize_request(wire, INFO, max_messages=3)
+    with pytest.raises(InvalidRequest) as refused:
+        tokenize_request(wire, INFO, max_messages=2)
+    assert refused.value.param == "messages"
 
 
 def test_prompts_times_n_is_bounded() -> None:

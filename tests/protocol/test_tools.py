@@ -160,8 +160,8 @@ def test_null_is_a_value_in_a_schema() -> None:
 
 def test_tools_are_counted_with_their_chat() -> None:
     wire = validate(TokenizeRequest, {"messages": [USER], "tools": [tool()]})
-    assert tokenize_request(wire, INFO).tools == (tool(),)
+    assert tokenize_request(wire, INFO, max_messages=9).tools == (tool(),)
     for info, fields in ((BARE, {"messages": [USER]}), (INFO, {"prompt": "hi"})):
         with pytest.raises(InvalidRequest) as caught:
-            tokenize_request(validate(TokenizeRequest, {"tools": [tool()], **fields}), info)
+            tokenize_request(validate(TokenizeRequest, {"tools": [tool()], **fields}), info, max_messages=9)
         assert caught.value.param == "tools"

@@ -202,6 +202,24 @@ def test_of_many_wrong_items_few_are_found(model: Any, field: str, value: Any, a
     assert found.value.error_count() < 10
 
 
+@pytest.mark.parametrize(
+    ("fields", "at"),
+    [
+        (MANY, "k0"),
+        ({"messages": [USER | MANY]}, "messages[0].k0"),
+        ({"stream_options": {"include_usage": True} | MANY}, "stream_options.k0"),
+        ({"tools": [{"type": "function", "function": {"name": "f"} | MANY}]}, "tools[0].function.k0"),
+    ],
+)
+def test_of_many_unknown_keys_the_first_is_found(fields: dict[str, Any], at: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatRequest, CHAT | fields)
+    assert (caught.value.param, caught.value.message) == (at, f"{at} is not a known parameter.")
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(CHAT | fields)
+    assert found.value.error_count() == 1
+
+
 @pytest.mark.parametrize(("change", "param"), UNSUPPORTED_CHAT)
 def test_what_is_not_offered_is_refused(change: dict[str, Any], param: str) -> None:
     with pytest.raises(Unsupported) as caught:
