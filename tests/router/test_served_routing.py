@@ -56,5 +56,5 @@ def test_under_load_a_shared_system_prompt_does_not_crowd_one_replica(served: Se
             hold.release()
         for one in asked:
             one.result()
-    # Each of two ingresses gives a replica half as many again as the mean at most, or three more; alone affinity leaves 0.
+    # Each of two ingresses gives a replica half as many again as the mean at most, or three more.
     assert grown(served, before)[0] >= 3
