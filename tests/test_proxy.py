@@ -1,10 +1,12 @@
 """Which proxy is chosen, and what HAProxy is made to say."""
 
 import os
+import select
 import shutil
 import socket
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -209,8 +211,8 @@ def test_haproxy_takes_what_the_script_writes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
 
 
-# As Serve writes them, as far as they matter here.
-SPLICING = """\
+# As Serve writes it, as far as it matters here.
+REQUESTS_PART = """\
 defaults
     mode http
     timeout connect 60s
@@ -219,42 +221,79 @@ defaults
     option abortonclose
     option splice-request
     option splice-response
+    errorfile 502 {directory}/500.http
 frontend http_frontend
     bind 127.0.0.1:{front}
     default_backend app
 backend app
+    http-reuse always
     server a 127.0.0.1:{back}
 """
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n", b"hello"
 
 
-def test_a_client_whose_body_came_apart_from_its_head_is_seen_to_leave(tmp_path: Path) -> None:
-    """Most libraries send it so. Spliced, HAProxy looked at the client no more until the answer came."""
+@pytest.fixture
+def before_one_ingress(tmp_path: Path) -> Iterator[tuple[int, socket.socket]]:
+    """HAProxy's port, and the listening socket that it takes for an ingress."""
     choice = proxy.choose("auto", {**os.environ, proxy.ENABLED: "1"})
     if choice.binary is None:
         pytest.skip(choice.why)
     front = free_port()
     with socket.create_server(("127.0.0.1", 0)) as ingress:
-        ingress.settimeout(30)
+        ingress.settimeout(60)
         config = tmp_path / "haproxy.cfg"
-        config.write_text(SPLICING.format(front=front, back=ingress.getsockname()[1]))
+        config.write_text(REQUESTS_PART.format(front=front, back=ingress.getsockname()[1], directory=tmp_path))
         haproxy = subprocess.Popen(
             [proxy.SCRIPT, "-db", "-f", config], env={**os.environ, "HAPROXY_BINARY": choice.binary},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            eventually(lambda: _connects(front), 30)
-            with socket.create_connection(("127.0.0.1", front), 30) as client:
-                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
-                request, _ = ingress.accept()
-                request.settimeout(30)
-                _read_until(request, b"\r\n\r\n")
-                client.sendall(b"hello")
-                _read_until(request, b"hello")
-            with request:
-                assert _ends(request)
+            eventually(lambda: _connects(front), 60)
+            yield front, ingress
         finally:
             haproxy.kill()
-            haproxy.wait(30)
+            haproxy.wait(60)
+
+
+def test_a_client_whose_body_came_apart_from_its_head_is_seen_to_leave(
+    before_one_ingress: tuple[int, socket.socket],
+) -> None:
+    """Most libraries send it so. Spliced, HAProxy looked at the client no more until the answer came."""
+    front, ingress = before_one_ingress
+    head, body = POST
+    with socket.create_connection(("127.0.0.1", front), 60) as client:
+        client.sendall(head)
+        request = _taken(ingress, head[-4:])
+        client.sendall(body)
+        _read_until(request, body)
+    with request:
+        assert _ends(request)
+
+
+def test_a_first_request_is_answered_though_its_ingress_is_lost(
+    before_one_ingress: tuple[int, socket.socket],
+) -> None:
+    """Over an ingress's connection that another client had used, it was closed without an answer."""
+    front, ingress = before_one_ingress
+    with socket.create_connection(("127.0.0.1", front), 60) as other:
+        other.sendall(b"".join(POST))
+        kept = _taken(ingress, POST[1])
+        kept.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        _read_until(other, b"ok")
+    with kept, socket.create_connection(("127.0.0.1", front), 60) as client:
+        client.sendall(b"".join(POST))
+        readable, _, _ = select.select([kept, ingress], [], [], 60)
+        lost = _taken(ingress, POST[1]) if ingress in readable else kept
+        lost.close()
+        assert client.recv(4096).startswith(b"HTTP/1.1 503 ")
+
+
+def _taken(ingress: socket.socket, end: bytes) -> socket.socket:
+    """The connection of a request, once it has come so far."""
+    request, _ = ingress.accept()
+    request.settimeout(60)
+    _read_until(request, end)
+    return request
 
 
 def _connects(port: int) -> bool:

@@ -12,6 +12,8 @@
 # of such a request for the new protocol's, and it would arrive without one.
 # A request's body is not spliced: HAProxy 2.8 then looks no more at a client whose body came apart from its head, as that of
 # most libraries does, and its whole answer is generated to the end when it has left.
+# A client's first request gets a connection of its own to an ingress: where that dies before it answers, HAProxy closes a
+# client's connection without a word if another client used the ingress's before.
 # With HAPROXY_PAGES_HOST its metrics and statistics, which Serve binds to all addresses, listen on that one alone.
 set -eu
 # It may be a link.
@@ -30,7 +32,7 @@ for argument do
     printf '%s\n' "    $defaults" | sed -i '/^defaults$/r /dev/stdin' "$argument"
     awk -f "$here/near.awk" "$argument" >"$argument.new"
     mv "$argument.new" "$argument"
-    sed -i '/^ *option splice-request$/d' "$argument"
+    sed -i '/^ *option splice-request$/d; s/^\( *http-reuse \)always$/\1safe/' "$argument"
     sed -i 's/^frontend http_frontend$/&\n    http-request del-header Upgrade/' "$argument"
     if [ -n "${HAPROXY_PAGES_HOST:-}" ]; then
       # In their sections alone: the service's own line may look the same.
