@@ -55,11 +55,12 @@ def _has_grammar(request: GenerateRequest) -> bool:
 
 @dataclass(frozen=True)
 class Failover:
-    """Runs jobs over `backend`, across lost replicas."""
+    """Runs jobs over `backend`, across lost replicas. `replicas`: how many there may be at most."""
 
     backend: Backend
     policy: IngressConfig
     metrics: GatewayMetrics
+    replicas: int
 
     async def items(self, job: Job, info: ModelInfo) -> AsyncIterator[Item]:
         """The job's items, whichever replicas they come from. While the others are full a resumed job waits: its
@@ -74,6 +75,7 @@ class Failover:
         lost, full, met_again, wait_s, begun = 0, 0, 0, 0.0, False
         loss: ServeError | None = None
         shunned: set[str] = set()
+        others = min(OTHERS_IF_FULL, self.replicas - 1)
         while True:
             known = frozenset(shunned)
             sent = merge(job.choices, parts) if parts else ()
@@ -100,7 +102,7 @@ class Failover:
                 elif isinstance(error, EngineGone) and shunned > known:
                     logger.warning("request %s met a replica whose engine is gone", job.id)
                     continue
-                elif isinstance(error, Overloaded) and shunned > known and full < OTHERS_IF_FULL:
+                elif isinstance(error, Overloaded) and shunned > known and full < others:
                     full += 1
                     continue
                 elif lost and isinstance(error, (Overloaded, NotReady)):

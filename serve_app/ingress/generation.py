@@ -101,7 +101,9 @@ class Generation(Response):
 
     async def _generate(self, job: Job, info: ModelInfo, send: Send) -> bytes:
         gateway, n = self._gateway, job.requests[0].sampling.n
-        failover = Failover(gateway.backend, gateway.config.ingress, gateway.metrics)
+        config = gateway.config
+        most = config.autoscaling.max_replicas or config.replica.num_replicas
+        failover = Failover(gateway.backend, config.ingress, gateway.metrics, most)
         # Until the engine has counted; it stays where the client leaves before, and goes where the engine refuses.
         guess = self._record.body_bytes / BYTES_PER_TOKEN
         self._record.caller.charge(guess)

@@ -210,7 +210,7 @@ async def test_once_a_stream_is_closed_its_replica_works_no_more_for_it() -> Non
     backend = Watched(gateway.backend.replica)  # type: ignore[attr-defined]
     request = GenerateRequest("r", SamplingParams(), prompt="a delay=0.01 b repeat=400")
     job = Job("j", 1, "m", True, True, False, (request,))
-    failover = Failover(backend, gateway.config.ingress, gateway.metrics)
+    failover = Failover(backend, gateway.config.ingress, gateway.metrics, 2)
     items: Any = failover.items(job, await backend.info())
     await anext(items)
     assert backend.open == 1
@@ -245,9 +245,9 @@ class Full(Gone):
 
 
 async def meet(
-    body: dict[str, Any], names: list[str], life: int = 0, kind: type[Gone] = Gone, **config: Any
+    body: dict[str, Any], names: list[str], life: int = 0, kind: type[Gone] = Gone, replicas: int = 9, **config: Any
 ) -> tuple[Any, Gone, Gateway]:
-    gateway = await make_gateway({"ingress": config})
+    gateway = await make_gateway({"ingress": config, "replica": {"num_replicas": replicas}})
     gateway.backend = backend = kind(gateway, names, life)
     async with direct_client(gateway) as client:
         return await client.post("/v1/chat/completions", json=body), backend, gateway
@@ -279,9 +279,17 @@ async def test_a_full_engine_does_not_refuse_for_others_that_are_not(streams: bo
     assert [job.shunned for job in backend.jobs] == [frozenset(), {"one"}, {"one", "two"}]
 
 
-@pytest.mark.parametrize(("names", "tries"), [([str(i) for i in range(9)], OTHERS_IF_FULL + 1), (["one"] * 9, 2)])
-async def test_where_all_are_full_it_is_said_soon(names: list[str], tries: int) -> None:
-    response, backend, _ = await meet(chat("a b"), names, kind=Full)
+@pytest.mark.parametrize(
+    ("names", "replicas", "tries"),
+    [
+        ([str(i) for i in range(9)], 9, OTHERS_IF_FULL + 1),
+        (["one"] * 9, 9, 2),  # the others are gone
+        (["one", "two", "one"], 2, 2),
+        (["one"] * 9, 1, 1),
+    ],
+)
+async def test_where_all_are_full_it_is_said_soon(names: list[str], replicas: int, tries: int) -> None:
+    response, backend, _ = await meet(chat("a b"), names, kind=Full, replicas=replicas)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
     assert response.headers["retry-after"] == "1" and len(backend.jobs) == tries
 
