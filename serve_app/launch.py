@@ -170,7 +170,7 @@ def _serve(host: str, port: int, config: Config) -> str | None:
         serve.start(http_options={"host": host, "port": port})
         serve.run(application, name=APP_NAME)
         while True:
-            signal.pause()
+            time.sleep(POLL_S)  # not signal.pause, which a signal just before it would not end
     except KeyboardInterrupt:
         return None
     except SystemExit as end:
