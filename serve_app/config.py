@@ -112,6 +112,11 @@ class ReplicaConfig(_Frozen):
     graceful_shutdown_timeout_s: float = Field(30, ge=0)
     max_constructor_retry_count: int = Field(3, ge=1)
 
+    @property
+    def first_token_s(self) -> float:
+        """How long an engine has for the first token of its life."""
+        return max(self.stuck_after_s, self.warmup_grace_s)
+
 
 class PlacementConfig(_Frozen):
     """Where replicas go, and what a node must be. `whole_node`: a replica takes one whole node, through one

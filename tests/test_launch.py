@@ -167,13 +167,17 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     yield launch._ending
 
 
-def test_the_shutdown_that_a_second_signal_begins_is_not_interrupted(
-    ending: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither by the end of the drain, which no longer waits for anything, nor by a third."""
-    signals: list[int] = []
+@pytest.fixture
+def signals(ending: threading.Event, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What a drain, which has nothing to delete, sends to the main thread."""
+    sent: list[int] = []
     monkeypatch.setattr(serve, "delete", lambda name: None)
-    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
+    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: sent.append(number))
+    return sent
+
+
+def test_the_shutdown_that_a_second_signal_begins_is_not_interrupted(signals: list[int]) -> None:
+    """Neither by the end of the drain, which no longer waits for anything, nor by a third."""
     with pytest.raises(KeyboardInterrupt):
         launch._interrupt()
     launch._drain()
@@ -181,24 +185,16 @@ def test_the_shutdown_that_a_second_signal_begins_is_not_interrupted(
     assert not signals
 
 
-def test_the_end_of_the_drain_begins_the_shutdown(ending: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    signals: list[int] = []
-    monkeypatch.setattr(serve, "delete", lambda name: None)
-    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
+def test_the_end_of_the_drain_begins_the_shutdown(ending: threading.Event, signals: list[int]) -> None:
     launch._drain()
     assert signals == [launch.signal.SIGTERM] and not ending.is_set()
 
 
-def test_a_drain_that_nobody_reads_of_ends_all_the_same(
-    ending: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    signals: list[int] = []
-    monkeypatch.setattr(serve, "delete", lambda name: None)
-    monkeypatch.setattr(launch.signal, "pthread_kill", lambda thread, number: signals.append(number))
+def test_a_drain_that_nobody_reads_of_ends_all_the_same(signals: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:  # as a pipe that nobody holds the other end of
-        monkeypatch.setattr(sys, "stdout", full)
-        launch._drain()
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            launch._drain()
         with contextlib.suppress(OSError):
             full.close()
     assert signals == [launch.signal.SIGTERM]

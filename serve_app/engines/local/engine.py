@@ -50,8 +50,7 @@ class LocalEngine:
         self, config: Config, registry: CollectorRegistry | None = None, *, start_timeout_s: float | None = None
     ) -> None:
         self._config, self._registry = config, registry
-        replica = config.replica
-        self._start_timeout = start_timeout_s or max(replica.stuck_after_s, replica.warmup_grace_s)
+        self._start_timeout = start_timeout_s or config.replica.first_token_s
         self._parts: Parts | None = None
         self._metrics: EngineMetrics | None = None
         self._loop: StepLoop | None = None

@@ -66,8 +66,8 @@ class SglangEngine:
     def __init__(
         self, config: Config, registry: CollectorRegistry | None = None, *, start_timeout_s: float | None = None
     ) -> None:
-        self._config, replica = config, config.replica
-        self._start_timeout = start_timeout_s or max(replica.stuck_after_s, replica.warmup_grace_s)
+        self._config = config
+        self._start_timeout = start_timeout_s or config.replica.first_token_s
         self._registry = registry
         self._metrics: LoadMetrics | None = None
         self._host: Host | None = None
