@@ -98,6 +98,11 @@ class Child:
             self._replies.put(line)
         self._replies.put("")
 
+    @property
+    def pid(self) -> int:
+        """Above every process of this engine."""
+        return self._process.pid
+
     def wait_ready(self, timeout_s: float) -> None:
         """Raises RuntimeError when the engine fails to start, or not in time."""
         self.start_s = self._reply(timeout_s)["start_s"]

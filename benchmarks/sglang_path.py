@@ -280,7 +280,7 @@ def in_process(pace: Path, logs: Path) -> tuple[Child, dict[str, Side]]:
 
         return ask
 
-    return child, {side: Side(child._process.pid, load(side)) for side in ("sglang", "engine")}
+    return child, {side: Side(child.pid, load(side)) for side in ("sglang", "engine")}
 
 
 def served(pace: Path, logs: Path) -> tuple[subprocess.Popen[bytes], str]:

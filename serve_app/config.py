@@ -84,12 +84,14 @@ class SglangConfig(_Frozen):
     """What SGLang is started with, where `engine.kind` is `sglang`. `tp_size`: GPUs that share the model, "auto" for
     `replica.num_gpus`. Null leaves the choice to SGLang; DDTREE then takes triton for attention. `tool_call_parser`,
     `reasoning_parser`: SGLang's names of the formats in which the model calls tools and reasons, null for neither.
+    `prompt_graphs`: how prompts replay, "auto" in SGLang's pieces around the attention, "whole" a layer stack at once.
     `server_args`: any other field of SGLang's ServerArgs by its name, checked when the engine starts."""
 
     tp_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     attention_backend: str | None = None
     page_size: int | None = Field(None, ge=1)
     mem_fraction_static: float | None = Field(None, gt=0, lt=1)
+    prompt_graphs: Literal["auto", "whole"] = "auto"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     server_args: dict[str, Any] = {}

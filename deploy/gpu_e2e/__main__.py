@@ -48,8 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     if gpus > 1 and "tp2" in wanted:
         sharded = write_pair(model, options.drafter, options.work / "sharded", 2)
     machine = Machine(
-        model, options.drafter, gpus, options.dtype, options.budget, max(levels), sharded, options.server_args
-    )
+        model, options.drafter, gpus, options.dtype, options.budget, max(levels), sharded, options.server_args,
+        options.prompt_graphs,
+    )  # fmt: skip
     run = Run(
         machine,
         Options(
@@ -82,6 +83,12 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="float16", help="float16 has fewer near-ties than bfloat16 (default: %(default)s)")
     add("--budget", type=int, default=32, help="nodes of a draft tree (default: %(default)s)")
     add("--server-args", type=json.loads, default={}, help="more of SGLang's, for all engines, as a JSON object")
+    add(
+        "--prompt-graphs",
+        choices=("auto", "whole"),
+        default="whole",
+        help="sglang.prompt_graphs (default: %(default)s)",
+    )
     add("--gpus", type=int, help="default: what nvidia-smi lists")
     add("--cpu", action="store_true", help="rehearse where there is no GPU: SGLang on a CPU, which cannot draft")
     options = parser.parse_args(argv)
@@ -120,7 +127,18 @@ def _facts(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
             facts[name] = version(name)
         except PackageNotFoundError:
             facts[name] = "not installed"
-    chosen = ("dtype", "budget", "tokens", "streams", "rounds", "seconds", "stages", "cpu", "server_args")
+    chosen = (
+        "dtype",
+        "budget",
+        "tokens",
+        "streams",
+        "rounds",
+        "seconds",
+        "stages",
+        "cpu",
+        "server_args",
+        "prompt_graphs",
+    )
     return facts | {name: getattr(options, name) for name in chosen}
 
 

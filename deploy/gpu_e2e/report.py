@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+SIDES = ("http", "engine", "sglang")
 LEAST_RATIO = 0.95
 MOST_TTFT_ADDED_MS = 3.0
 
@@ -114,7 +115,7 @@ def _throughput(stage: Mapping[str, Any]) -> str:
             "acceptance", "against in process")  # fmt: skip
     rows = []
     for streams, level in stage["levels"].items():
-        for side in ("http", "engine", "sglang"):
+        for side in SIDES:
             numbers = level.get(side) or {}
             if not numbers.get("requests"):
                 continue
@@ -127,13 +128,18 @@ def _throughput(stage: Mapping[str, Any]) -> str:
                          None if None in parts else f"{parts[0]} + {parts[1]}", _three(numbers["itl_ms"]),
                          (numbers["tpot_ms"] or {}).get("p50"), numbers["tokens_per_chunk"],
                          numbers["acceptance_length"], said))  # fmt: skip
-    lines = [_table(head, rows)]
+    lines = [_table(head, rows), _table(("streams", "side", "what its processes did"), _work(stage["levels"]))]
     for name in ("http_counters", "engine_counters"):
         if stage.get(name):
             lines.append(f"{name}: {json.dumps(stage[name])}")
     others = {key: value for key, value in stage.items() if not isinstance(value, (dict, list))}
     lines.append(json.dumps(others))
     return "\n\n".join(lines)
+
+
+def _work(levels: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    sides = ((n, side, level.get(side, {}).get("work")) for n, level in levels.items() for side in SIDES)
+    return [(n, side, json.dumps(work).replace('"', "")) for n, side, work in sides if work]
 
 
 def _three(spread: Mapping[str, float] | None) -> str:

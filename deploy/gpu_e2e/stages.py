@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.gateway import cpu_s
 from benchmarks.sglang_fleet import Child
 from deploy.gpu_e2e import cases, checks, kill, panels
 from deploy.gpu_e2e.application import ROOT, Application
 from deploy.gpu_e2e.clients import QUESTIONS, Clients
 from deploy.gpu_e2e.closed_loop import Timing, summary
-from deploy.gpu_e2e.report import compare
+from deploy.gpu_e2e.report import SIDES, compare
 from load_tests import scrape
 from load_tests.target import get
-
-SIDES = ("http", "engine", "sglang")
-
 
 # Between the starts of two streams. All at once would stay in step, each of them waiting for the others' prompts.
 STAGGER_S = 0.01
@@ -36,6 +36,40 @@ def load_child(
 ) -> list[Timing]:
     asked = {"through": through, "streams": streams, "requests": requests, "tokens": tokens, "questions": QUESTIONS}
     return [Timing(**timing) for timing in child.ask("load", left_s, stagger_s=stagger_s, **asked)["timings"]]
+
+
+class Work(NamedTuple):
+    """What a side did in one turn: its series before and after, CPU seconds by role, and how long it took."""
+
+    before: scrape.Page
+    after: scrape.Page
+    cpu_s: Counter[str]
+    took_s: float
+
+
+def worked(turns: Sequence[Work]) -> dict[str, Any]:
+    """`batches`: SGLang's, of prompts, of those how many replayed graphs, and of steps. `host_ms`: DDTREE's own time of
+    one such batch as the scheduler's thread sees it, by part. `cores`: CPU by role, where it is a hundredth of one or
+    more."""
+
+    def grew(name: str, label: str) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for turn in turns:
+            total.update(
+                scrape.grown(scrape.by_label(turn.before, name, label), scrape.by_label(turn.after, name, label))
+            )
+        return total
+
+    passes, phases = grew("sglang:cuda_graph_passes_total", "mode"), grew("ddtree_step_seconds_total", "phase")
+    prompts, steps = (sum(n for mode, n in passes.items() if mode.startswith(kind)) for kind in ("prefill", "decode"))
+    batches = {phase: prompts if phase == "prefill" else steps for phase in phases}
+    used: Counter[str] = sum((turn.cpu_s for turn in turns), Counter())
+    took_s = sum(turn.took_s for turn in turns)
+    return {
+        "batches": {"prompts": round(prompts), "in_graphs": round(passes["prefill_cuda_graph"]), "steps": round(steps)},
+        "host_ms": {phase: round(1e3 * s / batches[phase], 3) for phase, s in phases.items() if batches[phase]},
+        "cores": {role: round(s / took_s, 2) for role, s in used.most_common() if s / took_s >= 0.01},
+    }
 
 
 class Throughput:
@@ -78,16 +112,22 @@ class Throughput:
         requests = max(8, 3 * streams)
         timings: dict[str, list[list[Timing]]] = {side: [] for side in self._sides()}
         inside: dict[str, list[tuple[float, float]]] = {side: [] for side in self._sides()}
+        work: dict[str, list[Work]] = {side: [] for side in self._sides()}
         level: dict[str, Any] = {"compared": compare({}, {})}
         self.result["levels"][str(streams)] = level
         before, self._clients.busiest = self._counters("http"), 0.0
         for number in range(self._rounds * (SHORT_TURNS if requests < 16 else 1)):
             # The sides take turns in who is first.
             for side in self._sides() if number % 2 == 0 else reversed(self._sides()):
-                counted = self._counters(side)
+                counted, used, began = self._counters(side), self._cpu_s(side), time.monotonic()
                 timings[side].append(self._load(side, streams, requests, self._tokens, left_s, STAGGER_S))
-                inside[side].append(_first_tokens(counted, self._counters(side)))
-            level |= {side: summary(rounds) | _outside(rounds, inside[side]) for side, rounds in timings.items()}
+                took, used, after = time.monotonic() - began, self._cpu_s(side) - used, self._counters(side)
+                inside[side].append(_first_tokens(counted, after))
+                work[side].append(Work(counted, after, used, took))
+            level |= {
+                side: summary(rounds) | _outside(rounds, inside[side]) | {"work": worked(work[side])}
+                for side, rounds in timings.items()
+            }
             level["client_cpu"] = self._clients.busiest
             level["http"]["acceptance_length"] = _change(before, self._counters("http"))["acceptance_length"]
             if self._child is not None:
@@ -109,6 +149,10 @@ class Throughput:
             return self._clients.load(streams, requests, tokens, left_s, stagger_s)
         assert self._child is not None
         return load_child(self._child, side, streams, requests, tokens, left_s, stagger_s)
+
+    def _cpu_s(self, side: str) -> Counter[str]:
+        """CPU seconds of that side's processes, by role."""
+        return cpu_s(self._app.pid if side == "http" or self._child is None else self._child.pid)
 
     def _counters(self, side: str) -> scrape.Page:
         if side == "http":

@@ -9,12 +9,9 @@ What this module does not do: start anything.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from serve_app.errors import ConfigError
+from serve_app.ports import OF_PROXIES, free_ports
 
 Wanted = Literal["auto", "serve", "haproxy"]
 ENABLED, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -33,8 +31,6 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "haproxy.sh"
 # Long answers outlive a reload: HAProxy ends what has not ended so long after one.
 HARD_STOP_MARGIN_S = 60
-# Below Linux's ephemeral ports, and below Serve's for ingress processes, which begin at 30000.
-OWN_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ def local_switches(directory: str, host: str) -> dict[str, str]:
     """
     found = _places(directory)
     names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-    found.update(zip(names, _free_ports(len(names)), strict=True))
+    found.update(zip(names, map(str, free_ports(OF_PROXIES, len(names))), strict=True))
     if host != "0.0.0.0":
         found["HAPROXY_PAGES_HOST"] = host
     return found
@@ -161,20 +157,3 @@ def apply(found: Mapping[str, str]) -> None:
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
-
-
-def _free_ports(count: int) -> list[str]:
-    """Different ones: all are held while the last is found. HAProxy takes them only once Ray and Serve have started, so
-    they are none of those that the system hands out by itself or that Serve's ingress processes take."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            _bind(probe)
-        return [str(probe.getsockname()[1]) for probe in probes]
-
-
-def _bind(probe: socket.socket) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().choice(OWN_PORTS)))
-            return

@@ -252,8 +252,11 @@ class DDTreeWorker(DFlashWorkerV2):
             on_publish(result.new_seq_lens)
         out = result.logits_output
         device = result.next_token_ids.device
-        prefix = torch.tensor(batch.prefix_lens, dtype=torch.int32, device=device)
-        extend = torch.tensor(batch.extend_lens, dtype=torch.int32, device=device)
+        # From pinned memory, so that nothing waits for the device, which may still be busy with the step before.
+        lengths = torch.tensor(
+            [batch.prefix_lens, batch.extend_lens], dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        prefix, extend = lengths.to(device, non_blocking=True)
         backend = self.model_runner.server_args.attention_backend
         positions, _ = compute_position(backend, prefix, extend, sum(batch.extend_lens))
         # Before the scheduler may insert the prompt into the prefix cache, which shares these slots with the drafter.

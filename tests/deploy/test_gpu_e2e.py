@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +33,9 @@ from deploy.gpu_e2e.connections import Pool, http_stream
 from deploy.gpu_e2e.phases import Phase, phases
 from deploy.gpu_e2e.run import Options, OutOfTime, Run, pack
 from deploy.gpu_e2e.settings import METHODS, Machine, tree
+from deploy.gpu_e2e.stages import Work, worked
 from deploy.gpu_e2e.template import template, with_tools
+from load_tests import scrape
 from serve_app.config import load_config
 from serve_app.engines.sglang.arguments import server_arguments
 from tests.conftest import ROOT
@@ -241,6 +244,44 @@ def test_a_client_that_meets_a_broken_answer_fails_the_load(tmp_path: Path) -> N
         server.shutdown()
 
 
+# -- what the processes did --------------------------------------------------------------------------------------------
+
+PASSES, SECONDS = "sglang:cuda_graph_passes_total", "ddtree_step_seconds_total"
+
+
+def counted(prefills: tuple[int, int], steps: int, prefill_s: float, verify_s: float) -> scrape.Page:
+    lines = [
+        f'{PASSES}{{mode="prefill_cuda_graph"}} {prefills[0]}',
+        f'{PASSES}{{mode="prefill_none"}} {prefills[1]}',
+        f'{PASSES}{{mode="decode_cuda_graph"}} {steps}',
+        f'{SECONDS}{{phase="prefill"}} {prefill_s}',
+        f'{SECONDS}{{phase="verify"}} {verify_s}',
+    ]
+    return scrape.parse("\n".join(lines))
+
+
+def test_a_batch_takes_the_host_what_its_own_kind_took() -> None:
+    """Over all turns together, and what was counted before them is not of them."""
+    turns = [
+        Work(counted((1, 1), 10, 1.0, 1.0), counted((3, 2), 20, 1.04, 1.01), Counter(engine=0.5, idle=0.001), 1.0),
+        Work(counted((3, 2), 20, 1.04, 1.01), counted((3, 3), 40, 1.05, 1.03), Counter(engine=1.0), 2.0),
+    ]
+    assert worked(turns) == {
+        "batches": {"prompts": 4, "in_graphs": 2, "steps": 30},
+        "host_ms": {"prefill": 12.5, "verify": 1.0},
+        "cores": {"engine": 0.5},
+    }
+
+
+def test_without_ddtree_there_is_no_host_time() -> None:
+    nothing = scrape.parse("")
+    assert worked([Work(nothing, nothing, Counter(), 1.0)]) == {
+        "batches": {"prompts": 0, "in_graphs": 0, "steps": 0},
+        "host_ms": {},
+        "cores": {},
+    }
+
+
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +306,13 @@ def test_more_arguments_reach_every_engine_beside_its_own() -> None:
     more = {"enable_prefill_delayer": True, "max_total_tokens": 5}
     plain = tree(GPU, "ar")["sglang"]["server_args"]
     assert tree(replace(GPU, server_args=more), "ar")["sglang"]["server_args"] == plain | more
+
+
+def test_prompts_replay_whole_unless_asked_otherwise() -> None:
+    assert tree(GPU, "dflash")["sglang"]["prompt_graphs"] == "whole"
+    pieces = tree(replace(GPU, prompt_graphs="auto"), "dflash")["sglang"]
+    assert pieces["prompt_graphs"] == "auto" and pieces["server_args"]["cuda_graph_max_bs_prefill"] == 512
+    assert tree(CPU, "ar")["sglang"]["prompt_graphs"] == "auto"
 
 
 def test_two_gpus_get_one_replica_on_each_node_and_one_over_both() -> None:
@@ -384,6 +432,7 @@ def level(http: float, engine: float, added: float) -> dict[str, Any]:
                 "tokens_per_chunk": 3.0, "acceptance_length": 4.2}  # fmt: skip
 
     found = {"http": side(http, 10 + added), "engine": side(engine, 10)}
+    found["http"]["work"] = {"batches": {"prompts": 7}}
     return found | {"compared": report.compare(found["http"], found["engine"])}
 
 
@@ -427,6 +476,7 @@ def test_the_page_shows_numbers_failures_and_misses(tmp_path: Path) -> None:
         "1 of 2",
         "two alike",
         "| 16 | 94 | 50 |",
+        "| 16 | http | {batches: {prompts: 7}} |",
         '"identical": 7',
     ):
         assert wanted in page

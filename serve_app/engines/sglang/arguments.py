@@ -35,6 +35,10 @@ DECIDED = {
     "speculative_num_draft_tokens": "speculation.budget",
     "speculative_eagle_topk": "speculation.top_k",
 }
+# Whole prompt graphs: new tokens of a batch, and its requests at most. SGLang replays none that is less than half full,
+# and prompts whose beginning is cached may have one new token. Longer ones keep the device busy without a graph.
+WHOLE_PROMPT_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+WHOLE_PROMPTS_MOST = 64
 # Fields that the engine sets itself, or that would take away what it stands on.
 FIXED = frozenset(
     (
@@ -75,6 +79,7 @@ def server_arguments(config: Config, target: Path, drafter: Path | None, known: 
         "incremental_streaming_output": True,
         "log_level": "warning",
         **speculation(config, drafter),
+        **prompt_graphs(config, drafts=drafter is not None),
         **config.sglang.server_args,
     }
     return {name: value for name, value in chosen.items() if value is not None}
@@ -94,6 +99,28 @@ def speculation(config: Config, drafter: Path | None) -> dict[str, Any]:
         "speculative_num_draft_tokens": budget + 1,
         "speculative_eagle_topk": settings.top_k,
     }
+
+
+def prompt_graphs(config: Config, drafts: bool) -> dict[str, Any]:
+    """The part of the arguments that says how prompts replay; empty where SGLang is to choose.
+
+    Of the backends that SGLang can capture a whole prompt with, FlashInfer is the one that also runs where trees are
+    verified. They still are by the backend that steps have, and so is a chain.
+    """
+    if config.sglang.prompt_graphs != "whole":
+        return {}
+    requests = min(config.engine.max_running, WHOLE_PROMPTS_MOST)
+    found: dict[str, Any] = {
+        "prefill_attention_backend": "flashinfer",
+        "cuda_graph_config": {
+            "prefill": {"backend": "full", "full_prefill_max_req": requests, "bs": list(WHOLE_PROMPT_TOKENS)}
+        },
+    }
+    if drafts:
+        # The plugin chooses triton only where nothing is said of attention.
+        found["attention_backend"] = config.sglang.attention_backend or "triton"
+        found["speculative_attention_mode"] = "decode"
+    return found
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -55,6 +55,30 @@ def test_a_replicas_gpus_share_the_model(sglang: dict[str, Any], gpus: int, size
     assert arguments(sglang=sglang, replica={"num_gpus": gpus})["tp_size"] == size
 
 
+def test_whole_prompts_replay_beside_trees_that_triton_verifies() -> None:
+    made = arguments(sglang={"prompt_graphs": "whole"}, engine={"kind": "sglang", "max_running": 100})
+    assert (made["prefill_attention_backend"], made["attention_backend"]) == ("flashinfer", "triton")
+    assert made["speculative_attention_mode"] == "decode"
+    prefill = made["cuda_graph_config"]["prefill"]
+    assert prefill["backend"] == "full" and prefill["full_prefill_max_req"] == 64
+    # SGLang replays no graph for less than half of its tokens: any number has one, up to the largest.
+    sizes = prefill["bs"]
+    assert all(min(size for size in sizes if size >= n) <= 2 * n for n in range(1, sizes[-1] + 1))
+
+
+def test_without_drafts_steps_have_the_backend_that_sglang_chooses() -> None:
+    made = arguments(None, sglang={"prompt_graphs": "whole"})
+    assert (
+        made["prefill_attention_backend"] == "flashinfer" and made["cuda_graph_config"]["prefill"]["backend"] == "full"
+    )
+    assert not {"attention_backend", "speculative_attention_mode"} & set(made)
+
+
+def test_a_chosen_backend_verifies() -> None:
+    made = arguments(sglang={"prompt_graphs": "whole", "attention_backend": "flashinfer"})
+    assert made["attention_backend"] == "flashinfer"
+
+
 def test_further_arguments_pass_through() -> None:
     assert arguments(sglang={"server_args": {"trust_remote_code": True}})["trust_remote_code"] is True
 

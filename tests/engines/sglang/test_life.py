@@ -15,7 +15,9 @@ import pytest
 from serve_app.config import Config
 from serve_app.engines.sglang.engine import SglangEngine
 from serve_app.engines.sglang.host import build_engine
+from serve_app.engines.sglang.loading import prepare
 from serve_app.errors import ConfigError, EngineFailed, EngineGone, ReplicaLost
+from serve_app.ports import OF_ENGINES
 from serve_app.sglang_plugin.plugin import PluginError
 from tests.engines.local.conftest import write_drafter
 from tests.engines.local.helpers import request
@@ -37,6 +39,14 @@ async def test_an_argument_that_sglang_does_not_know_is_named(sglang_on_cpu: Non
     with pytest.raises(EngineGone):
         await anext(engine.submit(request()))
     await engine.stop()
+
+
+def test_engines_that_start_together_meet_on_ports_that_nobody_else_is_given(
+    sglang_on_cpu: None, make_config: Make
+) -> None:
+    """A port that the system handed out was another process's by the time SGLang listened there."""
+    assert prepare(make_config())["nccl_port"] in OF_ENGINES
+    assert prepare(make_config(sglang=changed(nccl_port=12345)))["nccl_port"] == 12345
 
 
 @pytest.mark.parametrize(
