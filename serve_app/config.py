@@ -13,10 +13,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from serve_app.errors import ConfigError
 
@@ -32,6 +32,20 @@ MAX_REQUEST_S = 7 * 86400
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's yes, no, on and off are booleans, which pydantic takes for the numbers 1 and 0."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation) if isinstance(value, bool) else set()
+        if kinds & {int, float} and bool not in kinds:
+            raise ValueError(f"must be a number, not {str(value).lower()}")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """What an annotation is made of."""
+    return {annotation}.union(*map(_kinds, get_args(annotation)))
 
 
 class ModelConfig(_Frozen):

@@ -1,5 +1,6 @@
 """Sources, their order, and that nothing unknown passes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,21 @@ def test_what_is_wrong_is_said_plainly_and_where_it_came_from(env: dict[str, str
     with pytest.raises(ConfigError) as caught:
         load_config(env=env)
     assert says in caught.value.message and "Input" not in caught.value.message
+
+
+@pytest.mark.parametrize("key", ["speculation.budget", "engine.threads", "replica.num_gpus", "model.context_length"])
+@pytest.mark.parametrize("value", ["true", "off"])
+def test_a_switch_is_no_number(key: str, value: str) -> None:
+    """YAML reads on, off, yes and no as booleans, and a budget of "true" was one node."""
+    variable = "DDTREE_" + key.upper().replace(".", "__")
+    said = re.escape(f"{key} (from {variable}): must be a number, not {str(value == 'true').lower()}")
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(env={variable: value})
+    assert caught.value.param == key
+
+
+def test_switches_are_switches() -> None:
+    assert load_config({"speculation": {"spine_first": True}}, use_env=False).speculation.spine_first
 
 
 @pytest.mark.parametrize("value", [".inf", "inf", "1e99"])
