@@ -26,6 +26,8 @@ ENV_FILE = "DDTREE_CONFIG"
 ENV_OTHERS = frozenset({ENV_FILE, "DDTREE_CACHE"})
 
 
+# Calls that a replica has places for at least, and beside what its engine takes: questions of readiness, for tokens.
+LEAST_PLACES, OTHER_PLACES = 512, 64
 # What outlives it (`proxy.switches`) must be a time that HAProxy can count, 24 days in milliseconds.
 MAX_REQUEST_S = 7 * 86400
 
@@ -115,12 +117,12 @@ class ReplicaConfig(_Frozen):
     """The deployment that owns an engine. Seconds throughout. Serve checks thrice in a `health_check_period_s` and ends
     a replica after three failures in a row: one that no longer answers after a third of a period and three timeouts,
     one whose engine is stuck after `stuck_after_s` and two periods. `warmup_grace_s`: after its start an engine may
-    take longer than that."""
+    take longer than that. `max_ongoing_requests`: places for calls of all kinds, "auto" for `Config.places`."""
 
     num_replicas: int = Field(1, ge=1, le=1024)
     num_cpus: float = Field(1, ge=0)
     num_gpus: float = Field(0, ge=0)
-    max_ongoing_requests: int = Field(512, ge=1)
+    max_ongoing_requests: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     health_check_period_s: float = Field(3, gt=0)
     health_check_timeout_s: float = Field(6, gt=0)
     stuck_after_s: float = Field(10, gt=0)
@@ -288,6 +290,15 @@ class Config(_Frozen):
     metrics: MetricsConfig = MetricsConfig()
     logging: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
+
+    @property
+    def places(self) -> int:
+        """Calls that Serve lets a replica have at once; more wait at the ingress. With no more of them than the engine
+        runs and queues it would refuse nobody, and who asks whether it is ready would wait for an answer's end."""
+        asked = self.replica.max_ongoing_requests
+        if asked != "auto":
+            return asked
+        return max(LEAST_PLACES, self.engine.max_running + self.engine.max_queued + OTHER_PLACES)
 
     @model_validator(mode="after")
     def _speculation_needs_drafter(self) -> Config:

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+import serve_app.engines.local  # noqa: F401  # how OpenMP's threads wait, which must be said before torch is loaded
 from load_tests.target import free_port
 from serve_app import proxy
 from serve_app.launch import SERVE_SWITCHES

@@ -114,6 +114,12 @@ def test_a_switch_is_no_number(key: str, value: str) -> None:
     assert caught.value.param == key
 
 
+def test_a_full_engine_leaves_places_for_questions() -> None:
+    assert load_config(use_env=False).places == 512
+    assert load_config({"engine": {"max_running": 64, "max_queued": 512}}, use_env=False).places == 640
+    assert load_config({"replica": {"max_ongoing_requests": 4}}, use_env=False).places == 4
+
+
 def test_switches_are_switches() -> None:
     assert load_config({"speculation": {"spine_first": True}}, use_env=False).speculation.spine_first
 
