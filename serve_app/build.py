@@ -67,7 +67,7 @@ def bind(
         Replica,
         name="engine",
         logging_config=log,
-        max_ongoing_requests=config.places,
+        max_ongoing_requests=config.max_ongoing_requests,
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
         **placement_options(config),
         **({"request_router_config": router} if router is not None else routing_options(config)),

@@ -26,8 +26,8 @@ ENV_FILE = "DDTREE_CONFIG"
 ENV_OTHERS = frozenset({ENV_FILE, "DDTREE_CACHE"})
 
 
-# Calls that a replica has places for at least, and beside what its engine takes: questions of readiness, for tokens.
-LEAST_PLACES, OTHER_PLACES = 512, 64
+# Calls that a replica may have at once: at least, and beside what its engine takes (readiness probes, /tokenize).
+LEAST_ONGOING, OTHER_CALLS = 512, 64
 # What outlives it (`proxy.switches`) must be a time that HAProxy can count, 24 days in milliseconds.
 MAX_REQUEST_S = 7 * 86400
 
@@ -37,7 +37,7 @@ class _Frozen(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+    def _no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML's yes, no, on and off are booleans, which pydantic takes for the numbers 1 and 0."""
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation) if isinstance(value, bool) else set()
         if kinds & {int, float} and bool not in kinds:
@@ -100,14 +100,14 @@ class SglangConfig(_Frozen):
     """What SGLang is started with, where `engine.kind` is `sglang`. `tp_size`: GPUs that share the model, "auto" for
     `replica.num_gpus`. Null leaves the choice to SGLang; DDTREE then takes triton for attention. `tool_call_parser`,
     `reasoning_parser`: SGLang's names of the formats in which the model calls tools and reasons, null for neither.
-    `prompt_graphs`: how prompts replay, "auto" in SGLang's pieces around the attention, "whole" a layer stack at once.
+    `prefill_graphs`: "full" replays a prompt's layers as one graph, "auto" as SGLang chooses (breakable graphs).
     `server_args`: any other field of SGLang's ServerArgs by its name, checked when the engine starts."""
 
     tp_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     attention_backend: str | None = None
     page_size: int | None = Field(None, ge=1)
     mem_fraction_static: float | None = Field(None, gt=0, lt=1)
-    prompt_graphs: Literal["auto", "whole"] = "auto"
+    prefill_graphs: Literal["auto", "full"] = "auto"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     server_args: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class ReplicaConfig(_Frozen):
     """The deployment that owns an engine. Seconds throughout. Serve checks thrice in a `health_check_period_s` and ends
     a replica after three failures in a row: one that no longer answers after a third of a period and three timeouts,
     one whose engine is stuck after `stuck_after_s` and two periods. `warmup_grace_s`: after its start an engine may
-    take longer than that. `max_ongoing_requests`: places for calls of all kinds, "auto" for `Config.places`."""
+    take longer than that. `max_ongoing_requests`: calls of all kinds, "auto" for `Config.max_ongoing_requests`."""
 
     num_replicas: int = Field(1, ge=1, le=1024)
     num_cpus: float = Field(1, ge=0)
@@ -292,13 +292,13 @@ class Config(_Frozen):
     tracing: TracingConfig = TracingConfig()
 
     @property
-    def places(self) -> int:
+    def max_ongoing_requests(self) -> int:
         """Calls that Serve lets a replica have at once; more wait at the ingress. With no more of them than the engine
-        runs and queues it would refuse nobody, and who asks whether it is ready would wait for an answer's end."""
+        runs and queues, a full engine would refuse nobody, and readiness probes would wait for an answer to end."""
         asked = self.replica.max_ongoing_requests
         if asked != "auto":
             return asked
-        return max(LEAST_PLACES, self.engine.max_running + self.engine.max_queued + OTHER_PLACES)
+        return max(LEAST_ONGOING, self.engine.max_running + self.engine.max_queued + OTHER_CALLS)
 
     @model_validator(mode="after")
     def _speculation_needs_drafter(self) -> Config:
@@ -311,6 +311,8 @@ class Config(_Frozen):
         if self.engine.kind == "local" and self.sglang.model_fields_set:
             raise ValueError("sglang needs engine.kind sglang")
         foreign = {"prefill_chunk", "threads"} & self.engine.model_fields_set if self.engine.kind == "sglang" else set()
+        if self.sglang.prefill_graphs == "full" and not self.engine.cuda_graphs:
+            raise ValueError("sglang.prefill_graphs full needs engine.cuda_graphs")
         if foreign:
             raise ValueError(f"engine.{min(foreign)} is the embedded engine's; SGLang has sglang.server_args")
         return self

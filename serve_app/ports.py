@@ -1,7 +1,7 @@
 """Free ports for servers that start later: a port that was free a moment ago may be taken by then.
 
-So they are none of those that Linux hands out by itself (from 32768 on), to a connection or to another server that
-starts meanwhile, and none of Serve's for ingress processes (from 30000 on).
+So they are none of those that are handed out meanwhile: Linux gives connections, and servers that name no port, those
+from 32768 on, Serve gives ingress processes those from 30000 on, and Ray its workers 10002 to 19999.
 
 What this module does not do: keep them.
 """
@@ -12,8 +12,8 @@ import contextlib
 import random
 import socket
 
-OF_PROXIES = range(20_000, 30_000)
-OF_ENGINES = range(10_000, 20_000)
+ENGINE_PORTS = range(20_000, 25_000)
+PROXY_PORTS = range(25_000, 30_000)
 _TRIES = 1000
 
 

@@ -32,6 +32,12 @@ def test_a_router_may_be_given_instead_of_the_configured_one() -> None:
     assert replicas._deployment_config.request_router_config.request_router_class == router.request_router_class
 
 
+def test_serve_has_room_for_more_than_the_engine_takes() -> None:
+    application = build.build_app({"engine": {"max_running": 64, "max_queued": 512}})
+    replicas = application._bound_deployment.init_args[1]._bound_deployment
+    assert replicas._deployment_config.max_ongoing_requests == 640
+
+
 def test_dotted_keys_are_nested_and_read_as_yaml() -> None:
     args = {"model": {"id": "a"}, "model.source": "b", "engine.max_running": "3", "model.drafter": "null"}
     assert build._nested(args) == {"model": {"id": "a", "source": "b", "drafter": None}, "engine": {"max_running": 3}}

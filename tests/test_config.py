@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said_plainly_and_where_it_came_from(env: dict[str, str
 
 @pytest.mark.parametrize("key", ["speculation.budget", "engine.threads", "replica.num_gpus", "model.context_length"])
 @pytest.mark.parametrize("value", ["true", "off"])
-def test_a_switch_is_no_number(key: str, value: str) -> None:
+def test_a_boolean_is_no_number(key: str, value: str) -> None:
     """YAML reads on, off, yes and no as booleans, and a budget of "true" was one node."""
     variable = "DDTREE_" + key.upper().replace(".", "__")
     said = re.escape(f"{key} (from {variable}): must be a number, not {str(value == 'true').lower()}")
@@ -114,13 +114,13 @@ def test_a_switch_is_no_number(key: str, value: str) -> None:
     assert caught.value.param == key
 
 
-def test_a_full_engine_leaves_places_for_questions() -> None:
-    assert load_config(use_env=False).places == 512
-    assert load_config({"engine": {"max_running": 64, "max_queued": 512}}, use_env=False).places == 640
-    assert load_config({"replica": {"max_ongoing_requests": 4}}, use_env=False).places == 4
+def test_a_full_engine_leaves_room_for_readiness_probes() -> None:
+    assert load_config(use_env=False).max_ongoing_requests == 512
+    assert load_config({"engine": {"max_running": 64, "max_queued": 512}}, use_env=False).max_ongoing_requests == 640
+    assert load_config({"replica": {"max_ongoing_requests": 4}}, use_env=False).max_ongoing_requests == 4
 
 
-def test_switches_are_switches() -> None:
+def test_a_boolean_is_a_boolean() -> None:
     assert load_config({"speculation": {"spine_first": True}}, use_env=False).speculation.spine_first
 
 

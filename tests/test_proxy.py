@@ -15,7 +15,7 @@ from load_tests.target import free_port
 from serve_app import proxy
 from serve_app.errors import ConfigError, NotReady
 from serve_app.launch import SERVE_SWITCHES
-from serve_app.ports import OF_PROXIES
+from serve_app.ports import PROXY_PORTS
 from serve_app.proxy.__main__ import main as link_into
 from tests.conftest import eventually
 
@@ -113,7 +113,7 @@ def test_applications_beside_each_other_share_no_port() -> None:
     ]
     assert len(ports) == len(set(ports)) == 6
     # Nor with whatever asks the system for one before HAProxy starts.
-    assert all(int(port) in OF_PROXIES for port in ports)
+    assert all(int(port) in PROXY_PORTS for port in ports)
     assert "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT" in proxy.local_switches("/x", "127.0.0.1")
 
 

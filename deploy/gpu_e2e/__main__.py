@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         sharded = write_pair(model, options.drafter, options.work / "sharded", 2)
     machine = Machine(
         model, options.drafter, gpus, options.dtype, options.budget, max(levels), sharded, options.server_args,
-        options.prompt_graphs,
+        options.prefill_graphs,
     )  # fmt: skip
     run = Run(
         machine,
@@ -84,10 +84,10 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--budget", type=int, default=32, help="nodes of a draft tree (default: %(default)s)")
     add("--server-args", type=json.loads, default={}, help="more of SGLang's, for all engines, as a JSON object")
     add(
-        "--prompt-graphs",
-        choices=("auto", "whole"),
-        default="whole",
-        help="sglang.prompt_graphs (default: %(default)s)",
+        "--prefill-graphs",
+        choices=("auto", "full"),
+        default="full",
+        help="sglang.prefill_graphs (default: %(default)s)",
     )
     add("--gpus", type=int, help="default: what nvidia-smi lists")
     add("--cpu", action="store_true", help="rehearse where there is no GPU: SGLang on a CPU, which cannot draft")
@@ -137,7 +137,7 @@ def _facts(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
         "stages",
         "cpu",
         "server_args",
-        "prompt_graphs",
+        "prefill_graphs",
     )
     return facts | {name: getattr(options, name) for name in chosen}
 

@@ -18,8 +18,8 @@ ON_A_GPU: dict[str, Any] = {
     "sampling_backend": "pytorch", "grammar_backend": "xgrammar", "random_seed": 1,
     "skip_server_warmup": True, "sleep_on_idle": True, "max_total_tokens": 131072,
 }  # fmt: skip
-# SGLang's pieces of larger prompts take long to capture.
-PIECES = {"cuda_graph_max_bs_prefill": 512}
+# Breakable graphs of larger prompts take long to capture.
+BREAKABLE = {"cuda_graph_max_bs_prefill": 512}
 # As tests/engines/sglang/conftest.py.
 ON_A_CPU: dict[str, Any] = {
     "sampling_backend": "pytorch", "grammar_backend": "llguidance", "disable_overlap_schedule": True,
@@ -35,7 +35,7 @@ class Machine:
         model, drafter: directories. gpus: how many there are; 0 rehearses on a CPU, where SGLang cannot draft.
         streams: the largest concurrency, which is also the largest batch and captured graph.
         sharded: directories of both with heads that two ranks can share. server_args: SGLang's, beside those above.
-        prompt_graphs: as the configuration's.
+        prefill_graphs: as the configuration's.
     """
 
     model: Path
@@ -46,7 +46,7 @@ class Machine:
     streams: int
     sharded: tuple[Path, Path]
     server_args: dict[str, Any] = field(default_factory=dict)
-    prompt_graphs: str = "whole"
+    prefill_graphs: str = "full"
 
     @property
     def cpu(self) -> bool:
@@ -58,7 +58,7 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
     cpu = machine.cpu
     drafts = mode != "ar" and not cpu
     arguments = dict(ON_A_CPU if cpu else {**ON_A_GPU, "cuda_graph_max_bs_decode": machine.streams})
-    arguments |= PIECES if machine.prompt_graphs == "auto" and not cpu else {}
+    arguments |= BREAKABLE if machine.prefill_graphs == "auto" and not cpu else {}
     arguments |= machine.server_args
     model, drafter = machine.sharded if num_gpus > 1 else (machine.model, machine.drafter)
     settings: dict[str, Any] = {
@@ -70,7 +70,7 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
         "engine": {"kind": "sglang", "max_running": machine.streams, "max_queued": 512},
         "sglang": {
             "attention_backend": "torch_native" if cpu else "triton", "mem_fraction_static": None if cpu else 0.8,
-            "prompt_graphs": "auto" if cpu else machine.prompt_graphs, "tool_call_parser": PARSER,
+            "prefill_graphs": "auto" if cpu else machine.prefill_graphs, "tool_call_parser": PARSER,
             "server_args": arguments,
         },
         # Kernels may be compiled at the first request of their kind, on slow cores: that is no stuck engine.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from serve_app.errors import ConfigError
-from serve_app.ports import OF_PROXIES, free_ports
+from serve_app.ports import PROXY_PORTS, free_ports
 
 Wanted = Literal["auto", "serve", "haproxy"]
 ENABLED, BINARY = "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -133,7 +133,7 @@ def local_switches(directory: str, host: str) -> dict[str, str]:
     """
     found = _places(directory)
     names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-    found.update(zip(names, map(str, free_ports(OF_PROXIES, len(names))), strict=True))
+    found.update(zip(names, map(str, free_ports(PROXY_PORTS, len(names))), strict=True))
     if host != "0.0.0.0":
         found["HAPROXY_PAGES_HOST"] = host
     return found

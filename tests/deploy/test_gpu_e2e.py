@@ -308,11 +308,11 @@ def test_more_arguments_reach_every_engine_beside_its_own() -> None:
     assert tree(replace(GPU, server_args=more), "ar")["sglang"]["server_args"] == plain | more
 
 
-def test_prompts_replay_whole_unless_asked_otherwise() -> None:
-    assert tree(GPU, "dflash")["sglang"]["prompt_graphs"] == "whole"
-    pieces = tree(replace(GPU, prompt_graphs="auto"), "dflash")["sglang"]
-    assert pieces["prompt_graphs"] == "auto" and pieces["server_args"]["cuda_graph_max_bs_prefill"] == 512
-    assert tree(CPU, "ar")["sglang"]["prompt_graphs"] == "auto"
+def test_prefill_graphs_are_full_unless_asked_otherwise() -> None:
+    assert tree(GPU, "dflash")["sglang"]["prefill_graphs"] == "full"
+    pieces = tree(replace(GPU, prefill_graphs="auto"), "dflash")["sglang"]
+    assert pieces["prefill_graphs"] == "auto" and pieces["server_args"]["cuda_graph_max_bs_prefill"] == 512
+    assert tree(CPU, "ar")["sglang"]["prefill_graphs"] == "auto"
 
 
 def test_two_gpus_get_one_replica_on_each_node_and_one_over_both() -> None:

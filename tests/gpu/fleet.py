@@ -23,7 +23,7 @@ import torch
 from benchmarks.sglang_fleet import Child, engine_arguments
 from benchmarks.sharded import write_pair
 from serve_app.config import load_config
-from serve_app.engines.sglang.arguments import prompt_graphs
+from serve_app.engines.sglang.arguments import prefill_graphs
 
 GREEDY = {"temperature": 0.0, "ignore_eos": False}
 EXACT = {
@@ -33,10 +33,10 @@ EXACT = {
 EIGHT = {"max_running_requests": 8}
 MLA = {**EXACT, "grammar_backend": "none", "skip_tokenizer_init": True}
 FLASHINFER = {**EXACT, **EIGHT, "attention_backend": "flashinfer", "speculative_draft_attention_backend": "flashinfer"}
-# As the configuration's `sglang.prompt_graphs: whole`.
-WHOLE = {"engine": {"kind": "sglang", "max_running": 8}, "sglang": {"prompt_graphs": "whole"}}
-WHOLE_PROMPTS = {
-    "disable_prefill_cuda_graph": False, **prompt_graphs(load_config(WHOLE, use_env=False), drafts=True)
+# As the configuration's `sglang.prefill_graphs: full`.
+FULL = {"engine": {"kind": "sglang", "max_running": 8}, "sglang": {"prefill_graphs": "full"}}
+FULL_PREFILL = {
+    "disable_prefill_cuda_graph": False, **prefill_graphs(load_config(FULL, use_env=False), drafts=True)
 }  # fmt: skip
 # As many as the machine has GPUs for, and both models' heads divide by.
 RANKS = next(ranks for ranks in (8, 4, 2) if ranks <= max(2, torch.cuda.device_count()))
@@ -58,8 +58,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {**EXACT, **EIGHT, "disable_prefill_cuda_graph": False, "cuda_graph_max_bs_prefill": 512},
         {},
     ),
-    # And all of a prompt's layers are one graph.
-    "whole": ("ddtree-32", {**EXACT, **EIGHT, **WHOLE_PROMPTS}, {}),
+    # And as one graph of all layers.
+    "full": ("ddtree-32", {**EXACT, **EIGHT, **FULL_PREFILL}, {}),
     "plain": ("ddtree-32", {**EXACT, **EIGHT}, {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"}),
     "bf16": ("ddtree-32", EIGHT, {}),
     "flashinfer": ("ddtree-32", FLASHINFER, {}),

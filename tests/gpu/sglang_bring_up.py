@@ -21,10 +21,10 @@ from tests.gpu import checks
 from tests.gpu.drafter_parity import parity
 from tests.gpu.fleet import Fleet
 
-MODES = "ar,soak,ddtree,dflash,chain,eager,page16,wide,prompts,whole,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
+MODES = "ar,soak,ddtree,dflash,chain,eager,page16,wide,prompts,full,plain,bf16,flashinfer,flashinfer16,mla-ar,mla"
 SEVERAL_GPUS = "mla-ranks-ar,mla-ranks,ranks-ar,ranks"
 IDENTITY = (
-    "ddtree", "dflash", "chain", "page16", "wide", "prompts", "whole", "plain", "bf16", "flashinfer", "flashinfer16"
+    "ddtree", "dflash", "chain", "page16", "wide", "prompts", "full", "plain", "bf16", "flashinfer", "flashinfer16"
 )  # fmt: skip
 CONTEXT = 2048  # of `fleet`'s engines
 LONG = (1, 20, 200, 700)  # tokens of the soak's answers: most of its time is to be verify steps, not prompts
@@ -78,9 +78,9 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
     if "prompts" in names:
         fleet.stage(
             "first tokens",
-            lambda: checks.first_tokens(fleet, tuple(n for n in ("ar", "ddtree", "prompts", "whole") if n in names)),
+            lambda: checks.first_tokens(fleet, tuple(n for n in ("ar", "ddtree", "prompts", "full") if n in names)),
         )
-    for name in ("ddtree", "page16", "prompts", "whole"):
+    for name in ("ddtree", "page16", "prompts", "full"):
         if name in names:
             fleet.stage(f"{name} context end", lambda n=name: checks.context_end(fleet, n, CONTEXT))
             fleet.stage(f"{name} prefix cache", lambda n=name: checks.prefix_cache(fleet, n))
@@ -89,7 +89,7 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
         fleet.stage("limits", lambda: checks.limits(fleet, "ddtree"))
         fleet.stage("grammars", lambda: checks.grammars(fleet, "ddtree"))
         fleet.stage("law", lambda: checks.law(fleet, "ddtree", 3000))
-    for name in ("ddtree", "page16", "prompts", "whole", "flashinfer16"):
+    for name in ("ddtree", "page16", "prompts", "full", "flashinfer16"):
         if name in names:
             fleet.stage(f"{name} traffic", lambda n=name: checks.traffic(fleet, n, 8, workers=14))
     if "mla-ranks" in names:

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif("DRAFTER" not in os.environ, reason="set MODEL and DRAFTER"),
 ]
-TREES = ["ddtree", "page16", "wide", "prompts", "whole", "plain", "flashinfer", "flashinfer16"]
+TREES = ["ddtree", "page16", "wide", "prompts", "full", "plain", "flashinfer", "flashinfer16"]
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +135,13 @@ def test_an_engine_without_graphs_counts_every_forward(stages: dict[str, Any]) -
     assert not any(key.startswith("ddtree_graph_replays_total") for key in counts)
 
 
-@pytest.mark.parametrize("name", ["ddtree", "page16", "prompts", "whole"])
+@pytest.mark.parametrize("name", ["ddtree", "page16", "prompts", "full"])
 def test_prompts_at_the_end_of_the_context(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} context end"]
     assert explained(found) and found["lengths"] == [room - 2 for room in found["rooms"]]
 
 
-@pytest.mark.parametrize("name", ["ddtree", "page16", "prompts", "whole"])
+@pytest.mark.parametrize("name", ["ddtree", "page16", "prompts", "full"])
 def test_cached_prefixes(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} prefix cache"]
     assert all(explained(turn) for turn in found["turns"]) and min(found["least cached"]) >= 16

@@ -71,15 +71,15 @@ def test_the_draft_worker_is_told_its_block(resolve: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_whole_prompt_graphs_and_trees(resolve: Any) -> None:
+def test_full_prefill_graphs_and_trees(resolve: Any) -> None:
     """What the engine asks for: SGLang resolves it, and the tree is verified by the backend of steps."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
     from serve_app.config import load_config
-    from serve_app.engines.sglang.arguments import prompt_graphs
+    from serve_app.engines.sglang.arguments import prefill_graphs
 
-    tree = {"engine": {"kind": "sglang", "max_running": 4}, "sglang": {"prompt_graphs": "whole"}}
-    chosen = prompt_graphs(load_config(tree, use_env=False), drafts=True)
+    tree = {"engine": {"kind": "sglang", "max_running": 4}, "sglang": {"prefill_graphs": "full"}}
+    chosen = prefill_graphs(load_config(tree, use_env=False), drafts=True)
     args = resolve(**chosen, disable_prefill_cuda_graph=False)
     assert attention_backends_of(resolved_view(args)) == ("flashinfer", "triton")
     assert args.speculative_draft_attention_backend == "triton"

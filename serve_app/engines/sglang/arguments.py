@@ -35,10 +35,17 @@ DECIDED = {
     "speculative_num_draft_tokens": "speculation.budget",
     "speculative_eagle_topk": "speculation.top_k",
 }
-# Whole prompt graphs: new tokens of a batch, and its requests at most. SGLang replays none that is less than half full,
+# Full prefill graphs: new tokens of a batch, and its requests at most. SGLang replays none that is less than half full,
 # and prompts whose beginning is cached may have one new token. Longer ones keep the device busy without a graph.
-WHOLE_PROMPT_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-WHOLE_PROMPTS_MOST = 64
+FULL_PREFILL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FULL_PREFILL_REQUESTS = 64
+# What then is not to be said otherwise.
+PREFILL_GRAPHS = frozenset(
+    (
+        *("prefill_attention_backend", "speculative_attention_mode", "cuda_graph_config", "cuda_graph_bs_prefill"),
+        *("cuda_graph_max_bs_prefill", "cuda_graph_backend_prefill", "disable_prefill_cuda_graph"),
+    )
+)
 # Fields that the engine sets itself, or that would take away what it stands on.
 FIXED = frozenset(
     (
@@ -59,6 +66,10 @@ def server_arguments(config: Config, target: Path, drafter: Path | None, known: 
         ConfigError: a key of `sglang.server_args` that SGLang does not know, or that is not to be set there.
     """
     check_names(config.sglang.server_args, known)
+    prefill = prefill_graphs(config, drafts=drafter is not None)
+    for name in PREFILL_GRAPHS & set(config.sglang.server_args) if prefill else ():
+        param = f"sglang.server_args.{name}"
+        raise ConfigError(f"{param} is decided by sglang.prefill_graphs, which is full", param=param)
     model, engine, sglang = config.model, config.engine, config.sglang
     tp_size = max(1, int(config.replica.num_gpus)) if sglang.tp_size == "auto" else sglang.tp_size
     chosen: dict[str, Any] = {
@@ -79,7 +90,7 @@ def server_arguments(config: Config, target: Path, drafter: Path | None, known: 
         "incremental_streaming_output": True,
         "log_level": "warning",
         **speculation(config, drafter),
-        **prompt_graphs(config, drafts=drafter is not None),
+        **prefill,
         **config.sglang.server_args,
     }
     return {name: value for name, value in chosen.items() if value is not None}
@@ -101,19 +112,19 @@ def speculation(config: Config, drafter: Path | None) -> dict[str, Any]:
     }
 
 
-def prompt_graphs(config: Config, drafts: bool) -> dict[str, Any]:
+def prefill_graphs(config: Config, drafts: bool) -> dict[str, Any]:
     """The part of the arguments that says how prompts replay; empty where SGLang is to choose.
 
-    Of the backends that SGLang can capture a whole prompt with, FlashInfer is the one that also runs where trees are
-    verified. They still are by the backend that steps have, and so is a chain.
+    Of the attention backends with which SGLang can capture a full prefill graph, FlashInfer is the one that also runs
+    where trees are verified. They still are verified by the backend that steps have, and so is a chain.
     """
-    if config.sglang.prompt_graphs != "whole":
+    if config.sglang.prefill_graphs != "full":
         return {}
-    requests = min(config.engine.max_running, WHOLE_PROMPTS_MOST)
+    requests = min(config.engine.max_running, FULL_PREFILL_REQUESTS)
     found: dict[str, Any] = {
         "prefill_attention_backend": "flashinfer",
         "cuda_graph_config": {
-            "prefill": {"backend": "full", "full_prefill_max_req": requests, "bs": list(WHOLE_PROMPT_TOKENS)}
+            "prefill": {"backend": "full", "full_prefill_max_req": requests, "bs": list(FULL_PREFILL_TOKENS)}
         },
     }
     if drafts:

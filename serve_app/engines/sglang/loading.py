@@ -18,7 +18,7 @@ from serve_app.engines.sglang.arguments import server_arguments
 from serve_app.engines.sglang.requests import Offer
 from serve_app.engines.sglang.tooling import Tooling, check_parsers, has_grammars
 from serve_app.models import resolve
-from serve_app.ports import OF_ENGINES, free_ports
+from serve_app.ports import ENGINE_PORTS, free_ports
 
 # SGLang 0.5.17 stops two tokens before the end of the context.
 _CONTEXT_KEPT = 2
@@ -59,9 +59,10 @@ def prepare(config: Config) -> dict[str, Any]:
     check_parsers(config.sglang, FunctionCallParser.ToolCallParserEnum, ReasoningParser.DetectorMap)
     files = resolve(config.model.source)
     made = server_arguments(config, files.path, drafter_path(config, files), ServerArgs.__dataclass_fields__)
-    # Its ranks meet there some ten seconds from now. The one that SGLang would choose is often another's by then, above
-    # all where a node's replicas start together.
-    made.setdefault("nccl_port", free_ports(OF_ENGINES)[0])
+    # Its ranks meet there some ten seconds from now, and the port that SGLang would choose may be another's by then,
+    # above all where a node's replicas start together. Data-parallel ranks each need one of their own.
+    if made.get("dp_size", 1) == 1:
+        made.setdefault("nccl_port", free_ports(ENGINE_PORTS)[0])
     return made
 
 

@@ -55,8 +55,8 @@ def test_a_replicas_gpus_share_the_model(sglang: dict[str, Any], gpus: int, size
     assert arguments(sglang=sglang, replica={"num_gpus": gpus})["tp_size"] == size
 
 
-def test_whole_prompts_replay_beside_trees_that_triton_verifies() -> None:
-    made = arguments(sglang={"prompt_graphs": "whole"}, engine={"kind": "sglang", "max_running": 100})
+def test_full_prefill_graphs_beside_trees_that_triton_verifies() -> None:
+    made = arguments(sglang={"prefill_graphs": "full"}, engine={"kind": "sglang", "max_running": 100})
     assert (made["prefill_attention_backend"], made["attention_backend"]) == ("flashinfer", "triton")
     assert made["speculative_attention_mode"] == "decode"
     prefill = made["cuda_graph_config"]["prefill"]
@@ -67,15 +67,36 @@ def test_whole_prompts_replay_beside_trees_that_triton_verifies() -> None:
 
 
 def test_without_drafts_steps_have_the_backend_that_sglang_chooses() -> None:
-    made = arguments(None, sglang={"prompt_graphs": "whole"})
+    made = arguments(None, sglang={"prefill_graphs": "full"})
     assert (
         made["prefill_attention_backend"] == "flashinfer" and made["cuda_graph_config"]["prefill"]["backend"] == "full"
     )
     assert not {"attention_backend", "speculative_attention_mode"} & set(made)
 
 
+def test_a_chain_is_verified_by_the_backend_of_steps_too() -> None:
+    made = arguments(sglang={"prefill_graphs": "full"}, speculation={"method": "chain"})
+    assert (made["speculative_algorithm"], made["attention_backend"]) == ("DFLASH", "triton")
+    assert made["speculative_attention_mode"] == "decode"
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_config", "prefill_attention_backend", "disable_prefill_cuda_graph"])
+def test_what_full_prefill_graphs_decide_is_not_said_otherwise(name: str) -> None:
+    """One of them overridden would leave the others without the graphs that they are for."""
+    given = {"server_args": {name: 1}}
+    assert arguments(known={*KNOWN, name}, sglang=given)[name] == 1
+    with pytest.raises(ConfigError, match=r"decided by sglang\.prefill_graphs") as caught:
+        arguments(known={*KNOWN, name}, sglang={**given, "prefill_graphs": "full"})
+    assert caught.value.param == f"sglang.server_args.{name}"
+
+
+def test_full_prefill_graphs_need_graphs() -> None:
+    with pytest.raises(ConfigError, match=r"sglang\.prefill_graphs full needs engine\.cuda_graphs"):
+        arguments(sglang={"prefill_graphs": "full"}, engine={"kind": "sglang", "cuda_graphs": False})
+
+
 def test_a_chosen_backend_verifies() -> None:
-    made = arguments(sglang={"prompt_graphs": "whole", "attention_backend": "flashinfer"})
+    made = arguments(sglang={"prefill_graphs": "full", "attention_backend": "flashinfer"})
     assert made["attention_backend"] == "flashinfer"
 
 

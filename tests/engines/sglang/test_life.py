@@ -17,7 +17,7 @@ from serve_app.engines.sglang.engine import SglangEngine
 from serve_app.engines.sglang.host import build_engine
 from serve_app.engines.sglang.loading import prepare
 from serve_app.errors import ConfigError, EngineFailed, EngineGone, ReplicaLost
-from serve_app.ports import OF_ENGINES
+from serve_app.ports import ENGINE_PORTS
 from serve_app.sglang_plugin.plugin import PluginError
 from tests.engines.local.conftest import write_drafter
 from tests.engines.local.helpers import request
@@ -41,12 +41,18 @@ async def test_an_argument_that_sglang_does_not_know_is_named(sglang_on_cpu: Non
     await engine.stop()
 
 
-def test_engines_that_start_together_meet_on_ports_that_nobody_else_is_given(
-    sglang_on_cpu: None, make_config: Make
-) -> None:
+def test_engines_that_start_together_meet_on_different_ports(sglang_on_cpu: None, make_config: Make) -> None:
     """A port that the system handed out was another process's by the time SGLang listened there."""
-    assert prepare(make_config())["nccl_port"] in OF_ENGINES
+    ports = {prepare(make_config())["nccl_port"] for _ in range(20)}
+    assert ports <= set(ENGINE_PORTS) and len(ports) > 15
+
+
+def test_a_port_that_is_asked_for_is_taken(sglang_on_cpu: None, make_config: Make) -> None:
     assert prepare(make_config(sglang=changed(nccl_port=12345)))["nccl_port"] == 12345
+
+
+def test_data_parallel_ranks_choose_ports_of_their_own(sglang_on_cpu: None, make_config: Make) -> None:
+    assert "nccl_port" not in prepare(make_config(sglang=changed(dp_size=2)))
 
 
 @pytest.mark.parametrize(
