@@ -131,7 +131,7 @@ def stop_ray(directory: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def serve_app_factory(serve_port: int) -> Iterator[Callable[..., Served]]:
+def serve_app_factory(serve_port: int) -> Callable[..., Served]:
     """`factory(name, config, engine_factory=…, route_prefix=…)` runs an application and waits until it is healthy."""
     from ray import serve
 
@@ -139,21 +139,16 @@ def serve_app_factory(serve_port: int) -> Iterator[Callable[..., Served]]:
     from serve_app.config import load_config
     from serve_app.replica import ENGINE_FACTORY
 
-    names: list[str] = []
-
     def factory(
         name: str, config: dict[str, Any], engine_factory: str = ENGINE_FACTORY, route_prefix: str | None = None
     ) -> Served:
         tree = load_config(config, use_env=False)
         prefix = f"/{name}" if route_prefix is None else route_prefix
-        names.append(name)
         serve.run(bind(tree, engine_factory), name=name, route_prefix=prefix)
         processes = tree.replica.num_replicas + tree.ingress.num_replicas
         return Served(name, f"http://127.0.0.1:{serve_port}{prefix.rstrip('/')}", tree.model.id, processes)
 
-    yield factory
-    for name in names:
-        serve.delete(name)
+    return factory  # Serve's shutdown ends them all at once
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ async def test_an_engine_without_a_token_in_time_is_stuck() -> None:
 
 
 async def test_tokens_of_others_are_proof_while_its_own_waits_behind_them() -> None:
-    engine, watchdog = make()
+    engine, watchdog = make(stuck_after_s=0.2)
 
     async def behind_a_long_prompt() -> None:
         engine._last = time.monotonic()  # the other's first token
