@@ -25,6 +25,7 @@ STAGES = ("throughput", "locust", "openai", "cases", "panels", "kill", "ar", "df
 def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     if options.cpu:
+        options.prefill_graphs = "auto"
         _prepare_cpu()
     # The servers are asked directly, whatever proxy the environment names.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
