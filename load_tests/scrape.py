@@ -53,6 +53,11 @@ def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
     return {key: value for key, value in out.items() if value}
 
 
+def growth(before: Page, after: Page, name: str, *keys: str) -> dict[str, float]:
+    """Increase between two pages by the values of some labels, as `by_label` has them."""
+    return grown(by_label(before, name, *keys), by_label(after, name, *keys))
+
+
 def change(before: Page, after: Page, seconds: float) -> dict[str, Any]:
     """What the server did between two pages."""
 
@@ -61,13 +66,12 @@ def change(before: Page, after: Page, seconds: float) -> dict[str, Any]:
         return new - old if new >= old else new
 
     steps = delta("ddtree_acceptance_length_count")
-    role = "ddtree_graph_fallbacks_total"
     return {
         "acceptance": delta("ddtree_acceptance_length_sum") / steps if steps else None,
         "tok_per_s": delta("ddtree_emitted_tokens_total") / seconds if seconds > 0 else None,
         "verify_steps": steps,
         "replays": delta("ddtree_graph_replays_total"),
-        "fallbacks": grown(by_label(before, role, "role", "reason"), by_label(after, role, "role", "reason")),
+        "fallbacks": growth(before, after, "ddtree_graph_fallbacks_total", "role", "reason"),
         "running": total(after, "ddtree_running_requests"),
         "queued": total(after, "ddtree_queued_requests"),
         "kv_tokens": total(after, "ddtree_kv_tokens_used"),

@@ -311,10 +311,14 @@ class Config(_Frozen):
         if self.engine.kind == "local" and self.sglang.model_fields_set:
             raise ValueError("sglang needs engine.kind sglang")
         foreign = {"prefill_chunk", "threads"} & self.engine.model_fields_set if self.engine.kind == "sglang" else set()
-        if self.sglang.prefill_graphs == "full" and not self.engine.cuda_graphs:
-            raise ValueError("sglang.prefill_graphs full needs engine.cuda_graphs")
         if foreign:
             raise ValueError(f"engine.{min(foreign)} is the embedded engine's; SGLang has sglang.server_args")
+        return self
+
+    @model_validator(mode="after")
+    def _full_prefill_graphs_are_graphs(self) -> Config:
+        if self.sglang.prefill_graphs == "full" and not self.engine.cuda_graphs:
+            raise ValueError("sglang.prefill_graphs full needs engine.cuda_graphs")
         return self
 
     @model_validator(mode="after")

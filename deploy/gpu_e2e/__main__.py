@@ -84,12 +84,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="float16", help="float16 has fewer near-ties than bfloat16 (default: %(default)s)")
     add("--budget", type=int, default=32, help="nodes of a draft tree (default: %(default)s)")
     add("--server-args", type=json.loads, default={}, help="more of SGLang's, for all engines, as a JSON object")
-    add(
-        "--prefill-graphs",
-        choices=("auto", "full"),
-        default="full",
-        help="sglang.prefill_graphs (default: %(default)s)",
-    )
+    graphs = "sglang.prefill_graphs (default: %(default)s; on a CPU auto)"
+    add("--prefill-graphs", choices=("auto", "full"), default="full", help=graphs)
     add("--gpus", type=int, help="default: what nvidia-smi lists")
     add("--cpu", action="store_true", help="rehearse where there is no GPU: SGLang on a CPU, which cannot draft")
     options = parser.parse_args(argv)
@@ -129,17 +125,8 @@ def _facts(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
         except PackageNotFoundError:
             facts[name] = "not installed"
     chosen = (
-        "dtype",
-        "budget",
-        "tokens",
-        "streams",
-        "rounds",
-        "seconds",
-        "stages",
-        "cpu",
-        "server_args",
-        "prefill_graphs",
-    )
+        "dtype", "budget", "tokens", "streams", "rounds", "seconds", "stages", "cpu", "server_args", "prefill_graphs",
+    )  # fmt: skip
     return facts | {name: getattr(options, name) for name in chosen}
 
 

@@ -35,7 +35,7 @@ class Machine:
         model, drafter: directories. gpus: how many there are; 0 rehearses on a CPU, where SGLang cannot draft.
         streams: the largest concurrency, which is also the largest batch and captured graph.
         sharded: directories of both with heads that two ranks can share. server_args: SGLang's, beside those above.
-        prefill_graphs: as the configuration's.
+        prefill_graphs: as the configuration's; auto on a CPU, which captures none.
     """
 
     model: Path
@@ -70,8 +70,7 @@ def tree(machine: Machine, mode: str, *, replicas: int = 1, num_gpus: float = 1,
         "engine": {"kind": "sglang", "max_running": machine.streams, "max_queued": 512},
         "sglang": {
             "attention_backend": "torch_native" if cpu else "triton", "mem_fraction_static": None if cpu else 0.8,
-            "prefill_graphs": "auto" if cpu else machine.prefill_graphs, "tool_call_parser": PARSER,
-            "server_args": arguments,
+            "prefill_graphs": machine.prefill_graphs, "tool_call_parser": PARSER, "server_args": arguments,
         },
         # Kernels may be compiled at the first request of their kind, on slow cores: that is no stuck engine.
         "replica": {

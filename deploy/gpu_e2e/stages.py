@@ -55,9 +55,7 @@ def worked(turns: Sequence[Work]) -> dict[str, Any]:
     def grew(name: str, label: str) -> Counter[str]:
         total: Counter[str] = Counter()
         for turn in turns:
-            total.update(
-                scrape.grown(scrape.by_label(turn.before, name, label), scrape.by_label(turn.after, name, label))
-            )
+            total.update(scrape.growth(turn.before, turn.after, name, label))
         return total
 
     passes, phases = grew("sglang:cuda_graph_passes_total", "mode"), grew("ddtree_step_seconds_total", "phase")
@@ -111,7 +109,6 @@ class Throughput:
     def _level(self, streams: int, left_s: float) -> None:
         requests = max(8, 3 * streams)
         timings: dict[str, list[list[Timing]]] = {side: [] for side in self._sides()}
-        inside: dict[str, list[tuple[float, float]]] = {side: [] for side in self._sides()}
         work: dict[str, list[Work]] = {side: [] for side in self._sides()}
         level: dict[str, Any] = {"compared": compare({}, {})}
         self.result["levels"][str(streams)] = level
@@ -121,11 +118,10 @@ class Throughput:
             for side in self._sides() if number % 2 == 0 else reversed(self._sides()):
                 counted, used, began = self._counters(side), self._cpu_s(side), time.monotonic()
                 timings[side].append(self._load(side, streams, requests, self._tokens, left_s, STAGGER_S))
-                took, used, after = time.monotonic() - began, self._cpu_s(side) - used, self._counters(side)
-                inside[side].append(_first_tokens(counted, after))
-                work[side].append(Work(counted, after, used, took))
+                took, used = time.monotonic() - began, self._cpu_s(side) - used
+                work[side].append(Work(counted, self._counters(side), used, took))
             level |= {
-                side: summary(rounds) | _outside(rounds, inside[side]) | {"work": worked(work[side])}
+                side: summary(rounds) | _outside(rounds, work[side]) | {"work": worked(work[side])}
                 for side, rounds in timings.items()
             }
             level["client_cpu"] = self._clients.busiest
@@ -181,10 +177,10 @@ def _first_tokens(before: scrape.Page, after: scrape.Page) -> tuple[float, float
     return count, seconds
 
 
-def _outside(rounds: Sequence[Sequence[Timing]], inside: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _outside(rounds: Sequence[Sequence[Timing]], work: Sequence[Work]) -> dict[str, Any]:
     """`ttft_in_sglang_ms`: the mean by SGLang's own clock; `ttft_outside_ms`: what the same requests waited beyond it,
     which is what the side adds, whatever the engine took. None where SGLang did not count every request."""
-    count, seconds = (sum(column) for column in zip(*inside, strict=True))
+    count, seconds = (sum(column) for column in zip(*(_first_tokens(w.before, w.after) for w in work), strict=True))
     waits = [timing.stamps[0] - timing.sent for timings in rounds for timing in timings if timing.stamps]
     if not count or count != len(waits):
         return {"ttft_in_sglang_ms": None, "ttft_outside_ms": None}

@@ -43,7 +43,7 @@ from tests.conftest import ROOT
 GPU = Machine(
     Path("/m"), Path("/d"), gpus=2, dtype="float16", budget=32, streams=64, sharded=(Path("/two"), Path("/two-d"))
 )
-CPU = Machine(Path("/m"), Path("/d"), gpus=0, dtype="float16", budget=32, streams=4, sharded=(Path("/m"), Path("/d")))
+CPU = replace(GPU, gpus=0, streams=4, sharded=(Path("/m"), Path("/d")), prefill_graphs="auto")
 
 
 SMOLLM2 = (

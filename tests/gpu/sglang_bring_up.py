@@ -76,10 +76,8 @@ def _check(fleet: Fleet, expected: list[dict[str, Any]]) -> None:
     if "mla" in names:
         fleet.stage("mla identity", lambda: checks.mla(fleet, "mla", "mla-ar"))
     if "prompts" in names:
-        fleet.stage(
-            "first tokens",
-            lambda: checks.first_tokens(fleet, tuple(n for n in ("ar", "ddtree", "prompts", "full") if n in names)),
-        )
+        apart = tuple(name for name in ("ar", "ddtree", "prompts", "full") if name in names)
+        fleet.stage("first tokens", lambda: checks.first_tokens(fleet, apart))
     for name in ("ddtree", "page16", "prompts", "full"):
         if name in names:
             fleet.stage(f"{name} context end", lambda n=name: checks.context_end(fleet, n, CONTEXT))

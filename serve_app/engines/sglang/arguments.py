@@ -6,7 +6,7 @@ What this module does not do: import SGLang, or check values that it checks itse
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ DECIDED = {
 # and prompts whose beginning is cached may have one new token. Longer ones keep the device busy without a graph.
 FULL_PREFILL_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FULL_PREFILL_REQUESTS = 64
-# What then is not to be said otherwise.
-PREFILL_GRAPHS = frozenset(
+# What they decide: one of these said otherwise would leave the others without the graphs that they are for.
+DECIDED_BY_FULL_PREFILL = dict.fromkeys(
     (
         *("prefill_attention_backend", "speculative_attention_mode", "cuda_graph_config", "cuda_graph_bs_prefill"),
         *("cuda_graph_max_bs_prefill", "cuda_graph_backend_prefill", "disable_prefill_cuda_graph"),
-    )
+    ),
+    "sglang.prefill_graphs",
 )
 # Fields that the engine sets itself, or that would take away what it stands on.
 FIXED = frozenset(
@@ -65,11 +66,8 @@ def server_arguments(config: Config, target: Path, drafter: Path | None, known: 
     Raises:
         ConfigError: a key of `sglang.server_args` that SGLang does not know, or that is not to be set there.
     """
-    check_names(config.sglang.server_args, known)
-    prefill = prefill_graphs(config, drafts=drafter is not None)
-    for name in PREFILL_GRAPHS & set(config.sglang.server_args) if prefill else ():
-        param = f"sglang.server_args.{name}"
-        raise ConfigError(f"{param} is decided by sglang.prefill_graphs, which is full", param=param)
+    full_prefill = config.sglang.prefill_graphs == "full"
+    check_names(config.sglang.server_args, known, DECIDED | DECIDED_BY_FULL_PREFILL if full_prefill else DECIDED)
     model, engine, sglang = config.model, config.engine, config.sglang
     tp_size = max(1, int(config.replica.num_gpus)) if sglang.tp_size == "auto" else sglang.tp_size
     chosen: dict[str, Any] = {
@@ -90,7 +88,7 @@ def server_arguments(config: Config, target: Path, drafter: Path | None, known: 
         "incremental_streaming_output": True,
         "log_level": "warning",
         **speculation(config, drafter),
-        **prefill,
+        **prefill_graphs(config, drafts=drafter is not None),
         **config.sglang.server_args,
     }
     return {name: value for name, value in chosen.items() if value is not None}
@@ -143,12 +141,13 @@ def environment(config: Config) -> dict[str, str]:
     }
 
 
-def check_names(given: Collection[str], known: Collection[str]) -> None:
-    """Raises ConfigError for the first name that is decided elsewhere, fixed, or unknown to SGLang."""
+def check_names(given: Collection[str], known: Collection[str], decided: Mapping[str, str]) -> None:
+    """Raises ConfigError for the first name that is decided by another key (`decided`: which), fixed, or unknown to
+    SGLang."""
     for name in given:
         param = f"sglang.server_args.{name}"
-        if name in DECIDED:
-            raise ConfigError(f"{param} is decided by {DECIDED[name]}", param=param)
+        if name in decided:
+            raise ConfigError(f"{param} is decided by {decided[name]}", param=param)
         if name in FIXED:
             raise ConfigError(f"{param} is set by the engine", param=param)
         if name not in known:
