@@ -1,8 +1,8 @@
 """One SGLang engine in its own process, driven by JSON lines: requests on stdin, replies on stdout, logs on stderr.
 
-Requests: {"do": "generate", "prompts": [...], "params": {...}, "logprobs": n?}, {"do": "time", "prompts": [...],
-"params": {...}}, {"do": "traffic", …}, {"do": "profile", …}, {"do": "metrics"}, {"do": "pool"}, {"do": "stop"}. Every
-reply has "ok"; a failure has "error".
+Requests: {"do": "generate", "prompts": [...], "params": {...}, "logprobs": n?, "tokens": [...]?}, {"do": "time",
+"prompts": [...], "params": {...}}, {"do": "traffic", …}, {"do": "profile", …}, {"do": "metrics"}, {"do": "pool"},
+{"do": "stop"}. Every reply has "ok"; a failure has "error".
 
 What this program does not do: choose modes or judge results (`sglang_fleet`, the tests and the benchmark do).
 """
@@ -56,9 +56,12 @@ def main() -> None:
 
 
 def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Token ids, finish reasons and verify steps of every prompt; logprobs of `logprobs` alternatives if asked."""
-    top = request.get("logprobs")
+    """Token ids, finish reasons and verify steps of every prompt; if asked, logprobs of `logprobs` alternatives and of
+    `tokens`."""
+    top, tokens = request.get("logprobs"), request.get("tokens")
     asked = {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": -1} if top is not None else {}
+    if tokens is not None:
+        asked["token_ids_logprob"] = tokens
     prompts = request["prompts"]
     which = {"input_ids": prompts} if isinstance(prompts[0], list) else {"prompt": prompts}
     outputs = engine.generate(**which, sampling_params=request["params"], **asked)
@@ -70,9 +73,16 @@ def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         kept["verify_steps"] = meta.get("spec_verify_ct", 0)
         if top is not None:
             kept["logprobs"] = [value for value, _, _ in meta["output_token_logprobs"]]
-            kept["top"] = [[(value, token) for value, token, _ in row] for row in meta["output_top_logprobs"] or []]
+            kept["top"] = _pairs(meta["output_top_logprobs"] or [])
+        if tokens is not None:
+            kept["of tokens"] = _pairs(meta["output_token_ids_logprobs"])
         results.append(kept)
     return {"results": results}
+
+
+def _pairs(rows: list[Any]) -> list[list[tuple[float, int]]]:
+    """Log-prob and token id of every entry."""
+    return [[(value, token) for value, token, _ in row] for row in rows]
 
 
 def timed(engine: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -207,11 +207,11 @@ class Fleet:
 
     def _gap(self, prompt: Any, ours: list[int], theirs: list[int], at: int | None, reference: str) -> dict[str, Any]:
         """The reference's log-prob of its token less that of ours after the common start, which is given as a prompt:
-        one forward decides both."""
+        one forward decides both. Of a grammar's tokens neither need be among the best."""
         if at is None or at >= min(len(ours), len(theirs)):
             return {"gap": None}
         start = [*(prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)), *theirs[:at]]
-        top = self.generate(reference, [start], {**GREEDY, "max_new_tokens": 1}, logprobs=20)[0]["top"][0]
-        values = {token: value for value, token in top}
-        a, b = values.get(ours[at]), values.get(theirs[at])
-        return {"gap": None if a is None or b is None else round(b - a, 5), "best": top[:3]}
+        asked = {"logprobs": 3, "tokens": [ours[at], theirs[at]]}
+        (output,) = self.generate(reference, [start], {**GREEDY, "max_new_tokens": 1}, **asked)
+        values = {token: value for value, token in output["of tokens"][0]}
+        return {"gap": round(values[theirs[at]] - values[ours[at]], 5), "best": output["top"][0]}

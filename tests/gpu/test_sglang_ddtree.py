@@ -183,7 +183,7 @@ def test_samples_follow_ars_law(stages: dict[str, Any], filters: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["soak", "ddtree traffic", "page16 traffic", "prompts traffic", "flashinfer16 traffic"]
+    "name", ["soak", "ddtree traffic", "page16 traffic", "prompts traffic", "full traffic", "flashinfer16 traffic"]
 )
 def test_traffic_with_aborts_leaves_nothing_behind(stages: dict[str, Any], name: str) -> None:
     found = stages[name]

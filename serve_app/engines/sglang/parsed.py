@@ -99,13 +99,14 @@ class ParsedStream:
         if ending is not None:
             self._reader.end()
         self._reasoning += bool(before or self._reader.reasons)
-        if self._reader.full:
-            return Ending("tool_calls")
-        return None if ending is None else self.ended(ending)
+        return self.ended(ending) if ending is not None or self._reader.full else None
 
-    def ended(self, ending: Ending) -> Ending:
-        """An end, after a call in OpenAI's words. A stop of the client's may have cut the call short."""
+    def ended(self, ending: Ending | None) -> Ending:
+        """An end, after a call in OpenAI's words; None where only the answer's calls end it. A stop of the client's may
+        have cut the call short."""
         calls = self._reader.calls
+        if ending is None or self._reader.full:
+            return Ending("tool_calls")
         if calls and ending.reason == "stop" and (ending.detail is None or calls[-1].whole):
             return Ending("tool_calls", ending.detail)
         return ending

@@ -105,10 +105,11 @@ class ToolReader:
 
     Args:
         make: a parser without a past. names: of the tools. name_call: the id of a call, from its name and its number in
-            the answer. one: the answer may have one call only.
+            the answer. one: the answer ends with its first call. must: it is calls and nothing else, which a grammar
+            that goes on behind the last one does not hold it to.
 
     Attributes:
-        calls: those of the answer. full: another one began, and there may be none.
+        calls: those of the answer. full: it has all that it may have.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class ToolReader:
         names: Collection[str],
         name_call: Callable[[str, int], str],
         one: bool,
+        must: bool = False,
     ) -> None:
-        self._make, self._names, self._name_call, self._one = make, names, name_call, one
+        self._make, self._names, self._name_call, self._one, self._must = make, names, name_call, one, must
         self.calls: list[Call] = []
         self.full = False
         self._wait = ""  # pieces that make one
@@ -206,6 +208,7 @@ class ToolReader:
         elif self._cut:
             self._shut = True
         else:
+            self.full = self._one and bool(self.calls)
             self._renew()
 
     def _give_up(self, said: Said) -> None:
@@ -287,6 +290,10 @@ class ToolReader:
             entry["function"]["arguments"] += arguments
 
     def _text(self, text: str, said: Said) -> None:
+        if (self._one or self._must) and self.calls and self.calls[-1].whole and text.strip():
+            self.full = True  # not every format has a mark behind a call
+        if self.full:
+            return
         shown = (self._space + text).rstrip()
         self._space = (self._space + text)[len(shown) :]
         said.content += shown

@@ -173,7 +173,7 @@ class Tooling:
         called = sum(len(message.get("tool_calls") or ()) for message in request.messages or ())
 
         def reader(make: Callable[[], ToolParser]) -> Callable[[], ToolReader]:
-            return lambda: ToolReader(make, names, lambda name, index: self._call_id(name, index, called), one)
+            return lambda: ToolReader(make, names, lambda name, index: self._call_id(name, index, called), one, must)
 
         one, must = not request.parallel_tool_calls, request.tool_choice != "auto"
         detector: Any = native().detector

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.engines.local.stopping import Ending
 from serve_app.engines.sglang.reading import Call
 from serve_app.errors import InvalidRequest
 from tests.engines.sglang.parsers import TOOLS, Rig, write_marked
@@ -35,6 +36,8 @@ def deepseek(*calls: tuple[str, str]) -> str:
 
 
 CITY = '{"city": "Paris é 🌍 \\"q\\""}'
+KIMIS = ("functions.weather:0", CITY), ("functions.now:1", "{}")
+DEEPSEEKS = ("weather", CITY), ("now", "{}")
 # Parser, answer, content, calls with their arguments as JSON.
 WELL: list[tuple[str, str, str, list[Any]]] = [
     *((parser, HELLO, HELLO, []) for parser in ("qwen", "hermes", "kimi_k2", "deepseekv3")),
@@ -167,10 +170,57 @@ def test_a_stop_string_that_may_begin_a_mark_changes_nothing(path: Path) -> None
     assert rig.told(rig.plan(), text, stop=("<|", "\n\n")).called == [("now", {})]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("behind", ["\nYou can try", "\n"])
+@pytest.mark.parametrize(
+    ("parser", "one", "two"),
+    [
+        *((parser, block(WEATHER), block(WEATHER, NOW)) for parser in ("qwen", "hermes")),
+        ("kimi_k2", kimi(KIMIS[0]), kimi(*KIMIS)),
+        ("deepseekv3", deepseek(DEEPSEEKS[0]), deepseek(*DEEPSEEKS)),
+        ("llama3", "<|python_tag|>" + WEATHER.replace("arguments", "parameters"), ""),
+    ],
+)
+def test_an_answer_that_may_have_one_call_ends_with_it(
+    path: Path, parser: str, one: str, two: str, behind: str, choice: str
+) -> None:
+    rig = Rig(path, parser)
+    for text in (one, two):
+        if text:
+            told = everywhere(rig, text + behind, parallel_tool_calls=False, tool_choice=choice)
+            assert (told.called, told.finish, told.content) == ([PARIS], "tool_calls", "")
+
+
 @pytest.mark.parametrize("parser", ["qwen", "hermes"])
-def test_one_call_may_be_all_there_is(path: Path, parser: str) -> None:
-    told = everywhere(Rig(path, parser), block(WEATHER, NOW), parallel_tool_calls=False)
-    assert (told.called, told.finish, told.content) == ([PARIS], "tool_calls", "")
+def test_an_only_call_ends_the_answer_at_its_last_token(path: Path, parser: str) -> None:
+    rig = Rig(path, parser)
+    stream = rig.stream(rig.plan(parallel_tool_calls=False))
+    call, behind = rig.ids(block(WEATHER)), rig.ids(" and more")
+    assert stream.push([*call, *behind])[0] == len(call)
+
+
+@pytest.mark.parametrize(
+    ("parser", "calls"),
+    [
+        *((parser, block(WEATHER, NOW)) for parser in ("qwen", "hermes")),
+        ("kimi_k2", kimi(*KIMIS)),
+        ("deepseekv3", deepseek(*DEEPSEEKS)),
+    ],
+)
+def test_an_answer_held_to_calls_ends_where_text_follows_them(path: Path, parser: str, calls: str) -> None:
+    rig = Rig(path, parser)
+    for behind in ("", "\n", "\nYou can try", " x " + block(NOW)):
+        told = everywhere(rig, calls + behind, tool_choice="required")
+        assert (told.called, told.finish, told.content) == ([PARIS, ("now", {})], "tool_calls", "")
+    assert everywhere(rig, calls + "\nYou can try").content.strip() == "You can try"
+
+
+def test_held_back_text_behind_the_calls_is_none_of_the_answer(path: Path) -> None:
+    """What may still become a mark when the tokens are over."""
+    rig = Rig(path, "qwen")
+    stream = rig.stream(rig.plan(tool_choice="required"))
+    assert stream.push(rig.ids(block(WEATHER) + " <tool"))[2] is None
+    assert (stream.finish(), stream.ended(Ending("length"))) == ("", Ending("tool_calls"))
 
 
 def test_kimis_ids_count_on_from_the_history(path: Path) -> None:
