@@ -1,5 +1,6 @@
 """Which proxy is chosen, and what HAProxy is made to say."""
 
+import json
 import os
 import select
 import shutil
@@ -13,7 +14,7 @@ import pytest
 
 from load_tests.target import free_port
 from serve_app import proxy
-from serve_app.errors import ConfigError, NotReady
+from serve_app.errors import ConfigError, InvalidRequest, NotReady
 from serve_app.launch import SERVE_SWITCHES
 from serve_app.ports import PROXY_PORTS
 from serve_app.proxy.__main__ import main as link_into
@@ -254,6 +255,20 @@ def before_one_ingress(tmp_path: Path) -> Iterator[tuple[int, socket.socket]]:
         finally:
             haproxy.kill()
             haproxy.wait(60)
+
+
+def test_a_client_that_closes_its_side_is_told_in_openais_shape(
+    before_one_ingress: tuple[int, socket.socket],
+) -> None:
+    front, ingress = before_one_ingress
+    with socket.create_connection(("127.0.0.1", front), 60) as client:
+        client.sendall(b"".join(POST))
+        with _taken(ingress, POST[1]):
+            client.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and f"content-length: {len(body)}".encode() in head.split(b"\r\n")
+    assert json.loads(body) == InvalidRequest(json.loads(body)["error"]["message"]).body()
 
 
 def test_a_client_whose_body_came_apart_from_its_head_is_seen_to_leave(

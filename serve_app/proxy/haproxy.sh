@@ -1,7 +1,8 @@
 #!/bin/sh
 # Starts HAPROXY_BINARY, else the PATH's, in Serve's service, after changes to what Serve wrote for it, for which Serve
 # has no settings.
-# Its error page, which clients get where no ingress answers, takes OpenAI's shape.
+# Its error pages take OpenAI's shape: where no ingress answers, and where a client closed its side while it waited. What is
+# no HTTP never gets as far.
 # A client has 30 s for the head of a request: without a limit connections that say nothing hold all places for an hour.
 # A check that is not answered within 2 s has failed: Serve's wait for as long as they are apart.
 # An ingress whose machine or network is gone is known by its silence after 25 s; otherwise its answers would wait on it
@@ -18,12 +19,13 @@
 set -eu
 # It may be a link.
 here=$(dirname "$(readlink -f "$0")")
-defaults='timeout http-request 30s
+defaults="timeout http-request 30s
+    errorfile 400 \"$here/closed.http\"
     timeout check 2s
     option srvtcpka
     srvtcpka-idle 10s
     srvtcpka-intvl 5s
-    srvtcpka-cnt 3'
+    srvtcpka-cnt 3"
 previous=
 for argument do
   if [ "$previous" = -f ]; then
