@@ -25,6 +25,7 @@ class Outcome:
         connect_s: making a connection for it before that; None where one was there.
         status: of HTTP; 0 without an answer. request_id: the server's.
         failure: why it counts as failed, None for success. abandoned: the client left on purpose.
+        retry_after_s: how long the server asked to be left alone after it; 0 where it did not.
         ttft_s: until the first content or reasoning. last_s: until the last choice frame. end_s: until the last byte.
         frames: events with a choice, one per step of the engine. gaps: seconds between frames with content.
         prompt_tokens, completion_tokens: the server's usage, None where there was none.
@@ -40,6 +41,7 @@ class Outcome:
     stream: bool = True
     failure: str | None = None
     abandoned: bool = False
+    retry_after_s: float = 0.0
     ttft_s: float | None = None
     last_s: float | None = None
     end_s: float = 0.0
@@ -157,9 +159,11 @@ def read_whole(outcome: Outcome, body: bytes, at: float) -> None:
         outcome.failure = "empty"
 
 
-def refused(outcome: Outcome, body: bytes, at: float) -> None:
-    """An answer whose status is not 200: failed, by its status and the error's code."""
+def refused(outcome: Outcome, body: bytes, at: float, retry_after: str = "") -> None:
+    """An answer whose status is not 200: failed, by its status and the error's code. `retry_after`: the header, of
+    which a date says nothing here."""
     outcome.end_s = at
+    outcome.retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
     code = None
     try:
         error = json.loads(body).get("error")

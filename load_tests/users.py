@@ -26,6 +26,7 @@ from load_tests.workloads import Ask
 
 PATH = "/v1/chat/completions"
 MAX_IN_FLIGHT = 4096
+_LOOK_S = 0.2
 # Locust counts its own time limit among the errors of a connection; here it is told apart.
 BROKEN = tuple(kind for kind in FAILURE_EXCEPTIONS if not issubclass(kind, gevent.Timeout))
 
@@ -99,7 +100,8 @@ class _Client(FastHttpUser):
             error = response.error
             outcome.failure = "timeout" if isinstance(error, gevent.Timeout) else f"connection:{type(error).__name__}"
         elif outcome.status != 200:
-            refused(outcome, bytes(response.content or b""), _so_far(stamps))
+            retry_after = str((response.headers or {}).get("retry-after", ""))
+            refused(outcome, bytes(response.content or b""), _so_far(stamps), retry_after)
         elif not ask.stream:
             read_whole(outcome, bytes(response.content), _so_far(stamps))
         else:
@@ -143,7 +145,7 @@ def _so_far(stamps: Stamps) -> float:
 
 
 class LoadUser(_Client):
-    """Asks, reads, asks again."""
+    """Asks, reads, asks again; after a refusal not before the time that the server named."""
 
     wait_time = constant(0)
 
@@ -155,11 +157,19 @@ class LoadUser(_Client):
         messages = list(ask.messages)
         for follow_up in (*ask.follow_ups, None):
             outcome = self.ask(ask, messages, users=self.environment.runner.target_user_count)
+            if outcome.retry_after_s:
+                self._wait(outcome.retry_after_s)
             if follow_up is None or outcome.failure is not None or self.load.stopping:
                 return
             said = {"role": "assistant", "content": outcome.text}
             messages += [said, {"role": "user", "content": follow_up}]
             gevent.sleep(ask.think_s)
+
+    def _wait(self, seconds: float) -> None:
+        """The run's end is not waited for."""
+        until = time.perf_counter() + seconds
+        while (left := until - time.perf_counter()) > 0 and not self.load.stopping:
+            gevent.sleep(min(left, _LOOK_S))
 
 
 class Dispatcher(_Client):

@@ -73,6 +73,22 @@ def test_faults_of_whole_answers_too(truth: Callable[..., str], run: Run) -> Non
     assert report["summary"]["failures"] == expected
 
 
+def test_a_user_who_was_refused_waits_as_long_as_the_server_asked(truth: Callable[..., str], run: Run) -> None:
+    url = truth("--script", "busy,ok", "--chunks", "2")
+    _, report = run(url, "--mix", "fixed", "--users", "1", "--requests", "4")
+    assert report["summary"]["failures"] == {"status_503:overloaded": 2} and report["summary"]["completed"] == 2
+    with urllib.request.urlopen(f"{url}/truth") as answer:
+        told = json.load(answer)
+    refused, answered = ([one["arrived"] for one in told.values() if one["word"] == word] for word in ("busy", "ok"))
+    assert all(later - earlier > 0.9 for earlier, later in zip(refused, answered, strict=True))
+
+
+def test_the_end_of_a_run_waits_for_nobody_who_was_refused(truth: Callable[..., str], run: Run) -> None:
+    url = truth("--script", "later")
+    _, report = run(url, "--mix", "fixed", "--users", "2", "--duration", "2", "--drain", "3600")
+    assert report["summary"]["failures"] == {"status_503:overloaded": 2}
+
+
 def test_measured_counts_and_times_are_the_servers(truth: Callable[..., str], run: Run, tmp_path: Path) -> None:
     url = truth("--chunks", "8", "--per-chunk", "3", "--ttft", "0.05", "--gap", "0.02")
     code, report = run(url, "--mix", "fixed", "--users", "4", "--requests", "20")

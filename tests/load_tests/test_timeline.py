@@ -103,6 +103,9 @@ def test_answers_that_do_not_stream(body: object, failure: str | None) -> None:
 def test_a_refusal_is_named_by_status_and_code() -> None:
     outcome = Outcome("chat", 0.0, status=503)
     refused(outcome, b'{"error": {"code": "overloaded"}}', 0.1)
-    assert outcome.failure == "status_503:overloaded"
-    refused(outcome, b"Internal Server Error", 0.1)
+    assert (outcome.failure, outcome.retry_after_s) == ("status_503:overloaded", 0.0)
+    refused(outcome, b"Internal Server Error", 0.1, "7")
+    assert outcome.retry_after_s == 7.0
+    refused(outcome, b"Internal Server Error", 0.1, "Tue, 01 Dec 2026 00:00:00 GMT")
+    assert outcome.retry_after_s == 0.0
     assert outcome.failure == "status_503:not_openai"

@@ -16,7 +16,8 @@ import sys
 import time
 from contextlib import suppress
 
-WORDS = ("ok", "cut", "no_done", "no_usage", "empty", "error_frame", "refuse", "garbage", "hang", "not_json")
+RETRY_AFTER = {"refuse": "", "busy": "retry-after: 1\r\n", "later": "retry-after: 3600\r\n"}
+WORDS = ("ok", "cut", "no_done", "no_usage", "empty", "error_frame", "garbage", "hang", "not_json", *RETRY_AFTER)
 SO_TIMESTAMPNS = 35 if sys.platform == "linux" else None
 ENVELOPE = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "truth"}
 
@@ -65,16 +66,18 @@ class Truth:
         await self._whole(sock, 200 if path in pages else 404, json.dumps(pages.get(path, {})).encode())
         return True
 
-    async def _whole(self, sock, status, body):
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    async def _whole(self, sock, status, body, more=""):
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
         await send(sock, f"{head}\r\n".encode() + body)
 
     async def _chat(self, asked, sock, arrived):
         word = self.script[self.count % len(self.script)]
         name = f"truth-{self.count}"
         self.count += 1
-        if word == "refuse":
-            await self._whole(sock, 503, json.dumps({"error": {"message": "no", "code": "overloaded"}}).encode())
+        if word in RETRY_AFTER:
+            body = json.dumps({"error": {"message": "no", "code": "overloaded"}}).encode()
+            await self._whole(sock, 503, body, RETRY_AFTER[word])
+            self.told[name] = {"word": word, "arrived": arrived, "times": [], "tokens": 0}
             return True
         usage = {"prompt_tokens": 7, "completion_tokens": self.tokens}
         if not asked.get("stream"):
