@@ -56,8 +56,8 @@ def main() -> None:
 
 
 def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Token ids, finish reasons and verify steps of every prompt; if asked, logprobs of `logprobs` alternatives and of
-    `tokens`."""
+    """Token ids, finish reasons and verify steps of every prompt; if asked, logprobs of `logprobs` alternatives and,
+    with them, of `tokens`."""
     top, tokens = request.get("logprobs"), request.get("tokens")
     asked = {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": -1} if top is not None else {}
     if tokens is not None:
@@ -75,7 +75,7 @@ def generate(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
             kept["logprobs"] = [value for value, _, _ in meta["output_token_logprobs"]]
             kept["top"] = _pairs(meta["output_top_logprobs"] or [])
         if tokens is not None:
-            kept["of tokens"] = _pairs(meta["output_token_ids_logprobs"])
+            kept["token_logprobs"] = _pairs(meta["output_token_ids_logprobs"])
         results.append(kept)
     return {"results": results}
 

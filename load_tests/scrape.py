@@ -16,7 +16,7 @@ NAMES = (
     "ddtree_graph_replays_total", "ddtree_graph_fallbacks_total", "ddtree_running_requests", "ddtree_queued_requests",
     "ddtree_kv_tokens_used", "ddtree_requests_total", "gateway_inflight_requests", "gateway_requests_total",
     "sglang:time_to_first_token_seconds_sum", "sglang:time_to_first_token_seconds_count",
-    "ddtree_step_seconds_total", "sglang:cuda_graph_passes_total",
+    "ddtree_step_seconds_total", "sglang:cuda_graph_passes_total", "gateway_resumes_total",
 )  # fmt: skip
 _SAMPLE = re.compile(rf"^({'|'.join(NAMES)})(?:\{{(.*?)\}})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

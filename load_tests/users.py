@@ -26,6 +26,7 @@ from load_tests.workloads import Ask
 
 PATH = "/v1/chat/completions"
 MAX_IN_FLIGHT = 4096
+# How often one who waits looks whether the run is over.
 _LOOK_S = 0.2
 # Locust counts its own time limit among the errors of a connection; here it is told apart.
 BROKEN = tuple(kind for kind in FAILURE_EXCEPTIONS if not issubclass(kind, gevent.Timeout))
@@ -166,7 +167,7 @@ class LoadUser(_Client):
             gevent.sleep(ask.think_s)
 
     def _wait(self, seconds: float) -> None:
-        """The run's end is not waited for."""
+        """Ends with the run, too."""
         until = time.perf_counter() + seconds
         while (left := until - time.perf_counter()) > 0 and not self.load.stopping:
             gevent.sleep(min(left, _LOOK_S))

@@ -257,14 +257,25 @@ def before_one_ingress(tmp_path: Path) -> Iterator[tuple[int, socket.socket]]:
             haproxy.wait(60)
 
 
-def test_a_client_that_closes_its_side_is_told_in_openais_shape(
-    before_one_ingress: tuple[int, socket.socket],
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "then"),
+    [(b"".join(POST), None), (CHUNKED + b"5\r\nhello\r\n", b"no length\r\n")],
+    ids=["closed", "malformed chunk"],
+)
+def test_a_request_that_breaks_off_is_told_in_openais_shape(
+    before_one_ingress: tuple[int, socket.socket], sent: bytes, then: bytes | None
 ) -> None:
     front, ingress = before_one_ingress
     with socket.create_connection(("127.0.0.1", front), 60) as client:
-        client.sendall(b"".join(POST))
-        with _taken(ingress, POST[1]):
-            client.shutdown(socket.SHUT_WR)
+        client.sendall(sent)
+        with _taken(ingress, sent[-4:]):
+            if then is None:
+                client.shutdown(socket.SHUT_WR)
+            else:
+                client.sendall(then)
             answer = b"".join(iter(lambda: client.recv(4096), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and f"content-length: {len(body)}".encode() in head.split(b"\r\n")

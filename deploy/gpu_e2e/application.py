@@ -25,7 +25,6 @@ from serve_app.config import load_config
 from serve_app.launch import SERVE_SWITCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CLUSTER_START_S = 150.0
 ENVIRONMENT = {
     # One mode for every process, or those started later are refused.
     "RAY_AUTH_MODE": "disabled",

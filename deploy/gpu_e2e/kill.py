@@ -18,7 +18,7 @@ import psutil
 
 from deploy.gpu_e2e.settings import MODEL_ID
 from load_tests.processes import engines
-from load_tests.scrape import by_label
+from load_tests.scrape import by_label, parse
 from load_tests.target import get, get_json
 
 HEAL_S = 100.0
@@ -70,10 +70,7 @@ def read_all(readers: Sequence[Reader], timeout_s: float) -> None:
 
 def resumes(url: str) -> dict[str, float]:
     """Answers that lost their replica so far, by what became of them."""
-    text = (get(f"{url}/metrics") or b"").decode()
-    lines = [line for line in text.splitlines() if line.startswith("gateway_resumes_total{")]
-    samples = [({"outcome": line.split('outcome="')[1].split('"')[0]}, float(line.split()[-1])) for line in lines]
-    return by_label({"gateway_resumes_total": samples}, "gateway_resumes_total", "outcome")
+    return by_label(parse((get(f"{url}/metrics") or b"").decode()), "gateway_resumes_total", "outcome")
 
 
 def run(url: str, root: int, questions: Sequence[str], tokens: int, left_s: float, found: dict[str, Any]) -> None:

@@ -206,7 +206,7 @@ class Run:
 
 
 # Seconds, where a stage may take more than usual.
-LIMITS_S = {"throughput": 240.0, "ar": 150.0, "dflash": 150.0, "tp2": 200.0}
+LIMITS_S = {"throughput": 240.0, "tp2": 200.0}
 # Stages before which the next phase may start.
 PRESTART = ("openai", "kill")
 

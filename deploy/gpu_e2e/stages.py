@@ -208,7 +208,7 @@ def engine_cases(app: Application, drafts: bool) -> dict[str, Any]:
 
 
 def locust(app: Application, users: int, seconds: float, logs: Path, left_s: float) -> dict[str, Any]:
-    """Rising users through the product's own load test; a fresh closed loop of ours where Locust is not installed."""
+    """Rising users through the product's own load test; a fresh closed loop of ours where Locust left no report."""
     out, step = logs / "locust", max(1, users // 4)
     line = [sys.executable, "-m", "load_tests", "run", "--url", app.url, "--shape", "steps", "--users", str(users),
             "--step-users", str(step), "--step", str(seconds / 4), "--duration", str(seconds), "--drain", "20",

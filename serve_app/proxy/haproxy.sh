@@ -1,8 +1,8 @@
 #!/bin/sh
 # Starts HAPROXY_BINARY, else the PATH's, in Serve's service, after changes to what Serve wrote for it, for which Serve
 # has no settings.
-# Its error pages take OpenAI's shape: where no ingress answers, and where a client closed its side while it waited. What is
-# no HTTP never gets as far.
+# Its error pages take OpenAI's shape: where no ingress answers, and where a request broke off or its client closed its side
+# while it waited. For a head that is no HTTP, or too large, HAProxy has a page of its own that cannot be changed.
 # A client has 30 s for the head of a request: without a limit connections that say nothing hold all places for an hour.
 # A check that is not answered within 2 s has failed: Serve's wait for as long as they are apart.
 # An ingress whose machine or network is gone is known by its silence after 25 s; otherwise its answers would wait on it
@@ -20,7 +20,7 @@ set -eu
 # It may be a link.
 here=$(dirname "$(readlink -f "$0")")
 defaults="timeout http-request 30s
-    errorfile 400 \"$here/closed.http\"
+    errorfile 400 \"$here/broken.http\"
     timeout check 2s
     option srvtcpka
     srvtcpka-idle 10s

@@ -84,8 +84,8 @@ class Fleet:
     """Engines started side by side and awaited one by one; `report` is written to OUT/bring_up.json after each stage.
 
     Args:
-        arguments: model, drafter, out, seconds, tokens, stagger, modes (comma-separated names of
-            CONFIGS), ready (seconds an engine may take to start).
+        arguments: model, drafter, out, seconds, prompts (how many), tokens, soak (seconds), stagger, modes
+            (comma-separated names of CONFIGS), ready (seconds an engine may take to start).
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -213,5 +213,5 @@ class Fleet:
         start = [*(prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)), *theirs[:at]]
         asked = {"logprobs": 3, "tokens": [ours[at], theirs[at]]}
         (output,) = self.generate(reference, [start], {**GREEDY, "max_new_tokens": 1}, **asked)
-        values = {token: value for value, token in output["of tokens"][0]}
+        values = {token: value for value, token in output["token_logprobs"][0]}
         return {"gap": round(values[theirs[at]] - values[ours[at]], 5), "best": output["top"][0]}

@@ -28,11 +28,11 @@ class Choice:
 
     Args:
         index: which of the request's choices. rid: SGLang's id of it. prompt: tokens of its prompt. text: its text, fed
-            here. logprobs: alternatives per token, None for none. param: the field to name where SGLang's scheduler
-            refuses the request, None where it may be any.
+            here. vocabulary: of its log-probabilities' texts. logprobs: alternatives per token, None for none. param: the
+            field to name where SGLang's scheduler refuses the request, None where it may be any.
 
     Attributes:
-        over: its last chunk was made; what SGLang still sends is of no interest.
+        rid, param: as given. over: its last chunk was made; what SGLang still sends is of no interest.
     """
 
     def __init__(

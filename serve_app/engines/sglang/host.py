@@ -42,8 +42,8 @@ class Host:
         on_watch: called on the thread several times a second while it lives.
 
     Attributes:
-        manager: SGLang's TokenizerManager, once started. templates: its TemplateManager, likewise. info: what its
-            scheduler said of itself.
+        dead: why it can generate no more, None while it can. manager: SGLang's TokenizerManager, once started.
+            templates: its TemplateManager, likewise. info: what its scheduler said of itself.
     """
 
     def __init__(

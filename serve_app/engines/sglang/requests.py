@@ -21,12 +21,12 @@ class Offer:
 
     Attributes:
         algorithm: DDTREE, DFLASH, or None. seeds: it samples as a function of seed and position
-            (`enable_deterministic_inference`). grammars: it has a grammar backend.
+            (`enable_deterministic_inference`). grammars: it holds answers to a format.
     """
 
     algorithm: str | None
     seeds: bool
-    grammars: bool = False
+    grammars: bool
 
 
 def refuse(request: GenerateRequest, offer: Offer) -> None:
@@ -52,7 +52,10 @@ def refuse(request: GenerateRequest, offer: Offer) -> None:
         # SGLang reports them after bias and penalties.
         raise Unsupported("logprobs cannot be combined with logit_bias or penalties", param="logprobs")
     if params.json_schema is not None and not offer.grammars:
-        raise Unsupported("this engine has no grammar backend", param="response_format")
+        raise Unsupported(
+            "this engine has no grammar backend, or one that does not go with its reasoning parser",
+            param="response_format",
+        )
     if request.emitted and (penalties or params.json_schema is not None):
         # Neither knows what another engine emitted.
         raise Unsupported("an answer with penalties or a grammar cannot be continued", param="emitted")

@@ -163,7 +163,8 @@ class Tooling:
         return make
 
     def _calls(self, request: GenerateRequest, asked: Any) -> tuple[dict[str, str], Callable[[], ToolReader]]:
-        """What holds the answer to calls, where something must, and who reads them."""
+        """What holds the answer to calls, where something must, and who reads them. Raises InvalidRequest or
+        Unsupported, naming the field."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         def native() -> ToolParser:

@@ -12,7 +12,7 @@ from serve_app.errors import Unsupported
 from tests.conftest import require_sglang
 
 GRAMMAR = Offer("DDTREE", False, grammars=True)
-PLAIN, TREE, CHAIN = Offer(None, False), Offer("DDTREE", False), Offer("DFLASH", False)
+PLAIN, TREE, CHAIN = (Offer(algorithm, False, False) for algorithm in (None, "DDTREE", "DFLASH"))
 
 
 def wanted(emitted: tuple[int, ...] = (), **sampling: Any) -> GenerateRequest:
@@ -47,7 +47,7 @@ def test_what_cannot_be_done_is_refused(offer: Offer, sampling: dict[str, Any], 
         (TREE, {"logit_bias": {3: 1.0}}),
         (PLAIN, {"frequency_penalty": 1.0, "min_tokens": 3}),
         (PLAIN, {"seed": 3, "temperature": 0}),
-        (Offer("DDTREE", True), {"seed": 3}),
+        (Offer("DDTREE", True, False), {"seed": 3}),
         (GRAMMAR, {"json_schema": "{}"}),
     ],
 )
