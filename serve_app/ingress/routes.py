@@ -21,6 +21,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from serve_app import __version__
 from serve_app.engines.base import ModelInfo
@@ -250,7 +251,18 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         raise ServeError("The server failed on this request.") from error
     request.state.record.error = failure
     headers = {**(error.headers or {}), **failure.headers()}
+    if error.status_code == 405:  # Starlette tells those of the path's first route alone
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
     return Response(orjson.dumps(failure.body()), failure.status, headers, "application/json")
+
+
+def _methods(request: Request) -> set[str]:
+    """Those that the path offers."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found
 
 
 def _quoted(text: str) -> str:

@@ -45,6 +45,21 @@ async def test_wrong_routes_and_methods_get_the_envelope(method: str, path: str,
     assert (response.status_code, envelope(response)["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        *((path, "GET, HEAD") for path in ("/health", "/ready", "/openapi.json")),
+        *((path, "GET") for path in ("/version", "/metrics", "/v1/models", "/v1/models/fake")),
+        *((path, "POST") for path in (CHAT, "/tokenize")),
+    ],
+)
+@pytest.mark.parametrize("method", ["OPTIONS", "DELETE"])
+async def test_a_wrong_method_is_told_all_that_the_path_offers(method: str, path: str, methods: str) -> None:
+    async with direct_client() as client:
+        response = await client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
 async def test_an_unknown_path_is_told_with_where_the_routes_are() -> None:
     async with direct_client() as client:
         said = [envelope(await client.get(path))["message"] for path in ("/chat/completions", "/%0Aa%00" + "b" * 9999)]

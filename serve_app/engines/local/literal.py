@@ -71,7 +71,7 @@ class LiteralEncoder:
         shared = self._shared
         if shared is None or shared.truncation or shared.padding or shared.encode_special_tokens:
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return list(shared.encode(text, add_special_tokens=False).ids)
+        return _unlocked(shared, text)
 
     def _text(self, text: str) -> list[int]:
         if not text:
@@ -80,12 +80,17 @@ class LiteralEncoder:
             options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             ids = list(self._tokenizer(text, **options)["input_ids"])
         else:
-            ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+            ids = _unlocked(self._backend, text)
         if not self._control_ids.isdisjoint(ids):
             raise InvalidRequest(
                 "the messages spell a special token, which this tokenizer cannot write as text", param="messages"
             )
         return ids
+
+
+def _unlocked(backend: Tokenizer, text: str) -> list[int]:
+    """Token ids, while other threads run: `Tokenizer.encode` keeps the interpreter to itself, a batch does not."""
+    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 class Shield:

@@ -131,14 +131,15 @@ class ToolReader:
 
     @property
     def marks(self) -> list[str]:
-        return [self._open, self._close]
+        return [mark for mark in (self._open, self._close) if len(mark) >= _SHORTEST_MARK]
 
     def _renew(self) -> None:
         """A parser for what follows. `_block`: all that it got. `_taken`: what it got since it last gave something.
-        `_shut`: the block ended, it seems, within a call; a mark may be a part of an argument."""
+        `_shut`: the block ended, it seems, within a call; a mark may be a part of an argument. `_behind`: text was told
+        behind a call of the block."""
         self._parser = self._make()
         self._block = self._taken = ""
-        self._shut = False
+        self._shut = self._behind = False
         self._first, self._numbers = len(self.calls), dict[int, int]()
 
     def push(self, piece: str, said: Said) -> None:
@@ -178,8 +179,10 @@ class ToolReader:
             return self._give_up(said)
         elif text and (text.strip() or not before):
             self._shown(text, said)
-        if piece == self._close:
+        if piece in self.marks and piece == self._close:
             self._closed(said)
+        elif self._one and piece == self._close and self.calls and not self._cut:
+            self.full = True  # a bracket behind the call
         return None
 
     def _feed(self, parse: Callable[[str], tuple[str, Sequence[Any]]], text: str) -> tuple[str, Sequence[Any]]:
@@ -192,7 +195,7 @@ class ToolReader:
 
     def _began(self, text: str) -> bool:
         """Whether a call begins in it."""
-        return len(self._open) >= _SHORTEST_MARK and self._open in text
+        return self._open in self.marks and self._open in text
 
     @property
     def _cut(self) -> bool:
@@ -238,6 +241,8 @@ class ToolReader:
         for index, item in enumerate(item for item in found if item.name in self._names):
             call = self.calls[self._first + index] if self._first + index < len(self.calls) else None
             if call is None:
+                if self._behind:
+                    break  # what makes it was told as text
                 self._item(-1 - index, item.name, item.parameters, said)
                 self._taken = ""
             elif call.name == item.name and not call.whole and item.parameters.startswith(call.arguments):
@@ -294,6 +299,7 @@ class ToolReader:
             self.full = True  # not every format has a mark behind a call
         if self.full:
             return
+        self._behind |= len(self.calls) > self._first and bool(text.strip())
         shown = (self._space + text).rstrip()
         self._space = (self._space + text)[len(shown) :]
         said.content += shown

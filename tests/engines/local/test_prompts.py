@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 from typing import Any
 
@@ -140,3 +142,34 @@ def test_what_the_tokenizer_was_told_for_others_does_not_cut_a_prompt(tiny_token
     tiny_tokenizer("a b c", truncation=True, max_length=2)
     assert tiny_tokenizer.backend_tokenizer.truncation
     assert encoder._whole(text) == expected
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+def test_other_threads_run_while_a_long_chat_is_encoded(tiny_tokenizer: Any, spelled: bool) -> None:
+    """The engine's own among them. Here a thread runs only where another one lets it."""
+    encoder = LiteralEncoder(tiny_tokenizer)
+    shield = encoder.shield()
+    rendered = shield.cover("lorem ipsum " * 20_000 + (END if spelled else ""))
+    begun, ran, done = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        begun.wait()
+        if not done.is_set():
+            ran.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1000)
+        begun.set()
+        for _ in range(20):  # a loaded machine may take its time to give the thread a core
+            encoder.encode(rendered, shield)
+            if ran.is_set():
+                break
+        done.set()
+    finally:
+        sys.setswitchinterval(interval)
+        begun.set()
+        thread.join()
+    assert ran.is_set()

@@ -256,6 +256,32 @@ def test_an_array_of_calls_is_read_where_the_grammar_is_one(
         assert list(told.calls.values()) == calls
 
 
+@pytest.mark.parametrize("one", [False, True])
+def test_brackets_within_arguments_are_no_marks_of_an_array(path: Path, one: bool) -> None:
+    """They are tokens of their own, and the marks by which SGLang's parser of an array knows it."""
+    rig = Rig(path, "qwen", backend="llguidance")
+    arguments = {"a": [1, 2], "b": [[3], [4]], "city": "]["}
+    call = '{"name": "weather", "parameters": ' + json.dumps(arguments) + "}"
+    behind = "" if one else ', {"name": "now", "parameters": {}}'
+    told = everywhere(rig, f"[{call}{behind}]", tool_choice="required", parallel_tool_calls=not one)
+    assert (told.content, told.finish) == ("", "tool_calls")
+    assert told.called == [("weather", arguments), *([] if one else [("now", {})])]
+
+
+def test_what_was_told_as_text_is_no_call_too(path: Path) -> None:
+    """SGLang's reading of Mistral's array in pieces ends with its first call, that of the whole text does not."""
+    rig = Rig(path, "mistral")
+    first, second = '{"name": "weather", "arguments": {"city": "[x]"}}', '{"name": "now", "arguments": {}}'
+    told = everywhere(rig, f"[TOOL_CALLS] [{first}, {second}]")
+    assert (told.content, told.called) == (f", {second}", [("weather", {"city": "[x]"})])
+
+
+def test_mistrals_compact_calls_are_told_where_brackets_are_tokens(path: Path) -> None:
+    rig = Rig(path, "mistral")
+    told = everywhere(rig, '[TOOL_CALLS]weather[ARGS]{"city": "x"}[TOOL_CALLS]now[ARGS]{}')
+    assert (told.content, told.called) == ("", [("weather", {"city": "x"}), ("now", {})])
+
+
 def test_an_array_that_ends_before_its_first_call_is_text(path: Path) -> None:
     rig = Rig(path, "qwen", backend="llguidance")
     assert rig.told(rig.plan(tool_choice="required", named_tool="now"), '[{"na').content == '[{"na'
