@@ -88,18 +88,22 @@ class Host:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function on SGLang's event loop, soon. Raises EngineGone where there is none any more."""
-        loop = self._loop  # the thread may take it away meanwhile
-        if loop is None or self.dead is not None or self._stopping.is_set():
-            raise EngineGone("The engine of this replica is gone.", retry_after=1)
-        loop.call_soon_threadsafe(function, *arguments)
+        self._living_loop().call_soon_threadsafe(function, *arguments)
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on SGLang's event loop. Raises EngineGone where there is none any more."""
+        try:
+            loop = self._living_loop()
+        except EngineGone:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(work, loop)
+
+    def _living_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._loop  # the thread may take it away meanwhile
         if loop is None or self.dead is not None or self._stopping.is_set():
-            work.close()
             raise EngineGone("The engine of this replica is gone.", retry_after=1)
-        return asyncio.run_coroutine_threadsafe(work, loop)
+        return loop
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function on SGLang's event loop, soon; nothing where there is none any more."""

@@ -118,7 +118,7 @@ class ToolReader:
         names: Collection[str],
         name_call: Callable[[str, int], str],
         one: bool,
-        must: bool = False,
+        must: bool,
     ) -> None:
         self._make, self._names, self._name_call, self._one, self._must = make, names, name_call, one, must
         self.calls: list[Call] = []
