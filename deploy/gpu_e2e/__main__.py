@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         machine,
         Options(
             options.out, options.work, options.seconds, wanted, levels, options.tokens, options.rounds,
-            options.locust_seconds, options.ready,
+            options.requests, options.locust_seconds, options.ready,
         ),
         _facts(options, gpus),
     )  # fmt: skip
@@ -79,6 +79,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--streams", default="1,16,64", help="concurrencies (default: %(default)s)")
     add("--tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     add("--rounds", type=int, default=3, help="of each load, HTTP and in process in turns (default: %(default)s)")
+    add("--requests", type=int, help="of a stream in a round, at least 8 in all (default: 10, on a CPU 3)")
     add("--locust-seconds", type=float, default=40.0, help="default: %(default)s")
     add("--ready", type=float, default=240.0, help="seconds an engine may take to start (default: %(default)s)")
     add("--dtype", default="float16", help="float16 has fewer near-ties than bfloat16 (default: %(default)s)")
@@ -91,6 +92,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.model is None:
         parser.error("--model, or MODEL in the environment")
+    options.requests = options.requests or (3 if options.cpu else 10)
     options.work = options.work or Path(tempfile.mkdtemp(prefix="gpu-e2e-"))
     options.model, options.out, options.work = (p.resolve() for p in (options.model, options.out, options.work))
     return options
@@ -125,7 +127,8 @@ def _facts(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
         except PackageNotFoundError:
             facts[name] = "not installed"
     chosen = (
-        "dtype", "budget", "tokens", "streams", "rounds", "seconds", "stages", "cpu", "server_args", "prefill_graphs",
+        "dtype", "budget", "tokens", "streams", "rounds", "requests", "seconds", "stages", "cpu", "server_args",
+        "prefill_graphs",
     )  # fmt: skip
     return facts | {name: getattr(options, name) for name in chosen}
 

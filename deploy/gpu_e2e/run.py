@@ -32,7 +32,8 @@ class OutOfTime(BaseException):
 
 @dataclass
 class Options:
-    """What was asked for. `seconds`: of the whole run. `ready_s`: what an engine may take to start."""
+    """What was asked for. `seconds`: of the whole run. `requests`: of a stream in a round. `ready_s`: what an engine
+    may take to start."""
 
     out: Path
     work: Path
@@ -41,6 +42,7 @@ class Options:
     levels: Sequence[int]
     tokens: int
     rounds: int
+    requests: int
     locust_s: float
     ready_s: float
     kill_streams: int = 8
@@ -153,7 +155,7 @@ class Run:
             self.report["stages"][name] = found  # kept as far as it came
             return stages.killed(app, options.kill_streams, tokens, min(left, 145.0), found)
         with Clients(app.url, self._logs, stages.CLIENTS) as clients:
-            load = stages.Throughput(app, phase.child, clients, options.levels, options.tokens, options.rounds)
+            load = stages.Throughput(app, phase.child, clients, options)
             self.report["stages"][name] = load.result  # likewise
             return load.run(left)
 
@@ -206,7 +208,7 @@ class Run:
 
 
 # Seconds, where a stage may take more than usual.
-LIMITS_S = {"throughput": 240.0, "tp2": 200.0}
+LIMITS_S = {"throughput": 300.0, "ar": 200.0, "dflash": 200.0, "tp2": 200.0}
 # Stages before which the next phase may start.
 PRESTART = ("openai", "kill")
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from benchmarks.gateway import cpu_s
 from benchmarks.sglang_fleet import Child
@@ -70,19 +70,29 @@ def worked(turns: Sequence[Work]) -> dict[str, Any]:
     }
 
 
+class Load(Protocol):
+    """What `Throughput` reads of the run's options."""
+
+    levels: Sequence[int]
+    tokens: int
+    rounds: int
+    requests: int
+
+
 class Throughput:
     """One mode's closed loops, HTTP and in process in turns, the other side idle meanwhile.
 
     Args:
-        app, child: ready; no child measures HTTP alone. clients: of that app. levels: numbers of streams.
-        tokens: of each answer. result: filled as it goes, so that what was measured is kept whatever happens.
+        app, child: ready; no child measures HTTP alone. clients: of that app. asked: its levels are numbers of streams,
+            its tokens those of each answer, its requests those of a stream in a round.
+
+    Attributes:
+        result: filled as it goes, so that what was measured is kept whatever happens.
     """
 
-    def __init__(
-        self, app: Application, child: Child | None, clients: Clients, levels: Sequence[int], tokens: int, rounds: int
-    ) -> None:
-        self._app, self._child, self._clients, self._levels = app, child, clients, levels
-        self._tokens, self._rounds = tokens, rounds
+    def __init__(self, app: Application, child: Child | None, clients: Clients, asked: Load) -> None:
+        self._app, self._child, self._clients, self._levels = app, child, clients, asked.levels
+        self._tokens, self._rounds, self._requests = asked.tokens, asked.rounds, asked.requests
         self.result: dict[str, Any] = {"levels": {}, "start_s": {"http": app.start_s}}
         if child is not None:
             self.result["start_s"]["engine"] = child.start_s
@@ -107,7 +117,8 @@ class Throughput:
         return self.result
 
     def _level(self, streams: int, left_s: float) -> None:
-        requests = max(8, 3 * streams)
+        # The streams begin apart and end one by one; what lies between must be the greater part.
+        requests = max(8, self._requests * streams)
         timings: dict[str, list[list[Timing]]] = {side: [] for side in self._sides()}
         work: dict[str, list[Work]] = {side: [] for side in self._sides()}
         level: dict[str, Any] = {"compared": compare({}, {})}

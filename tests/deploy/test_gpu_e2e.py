@@ -495,7 +495,7 @@ def _handlers_as_before() -> Iterator[None]:
 
 
 def options(tmp_path: Path, seconds: float) -> Options:
-    return Options(tmp_path / "out", tmp_path / "work", seconds, ["x"], [1], 8, 1, 1.0, 1.0)
+    return Options(tmp_path / "out", tmp_path / "work", seconds, ["x"], [1], 8, 1, 3, 1.0, 1.0)
 
 
 def test_a_stage_that_hangs_or_fails_costs_itself_alone(tmp_path: Path) -> None:
