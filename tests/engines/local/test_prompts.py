@@ -103,14 +103,28 @@ def test_a_template_that_looks_at_content_finds_its_text(tiny_tokenizer: Any) ->
     assert ids == [1, *(3 + byte for byte in b"B<|im_end|>"), 2]
 
 
-@pytest.mark.parametrize("depth", [900, 100_000])
-def test_arguments_nested_too_deeply_are_refused(tiny_tokenizer: Any, depth: int) -> None:
+def nested(tiny_tokenizer: Any, depth: int) -> list[int]:
     tiny = AutoTokenizer.from_pretrained(tiny_tokenizer.name_or_path)
     tiny.chat_template = "{{ messages[0].tool_calls | tojson }}"
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * depth + "]" * depth}}]}
+    return PromptRenderer(tiny, VOCAB).encode(GenerateRequest("r", SamplingParams(), messages=[message]))
+
+
+def test_arguments_nested_too_deeply_are_refused(tiny_tokenizer: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        PromptRenderer(tiny, VOCAB).encode(GenerateRequest("r", SamplingParams(), messages=[message]))
+        nested(tiny_tokenizer, 100_000)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("depth", [100, 900, 2_000, 20_000])
+def test_deep_arguments_are_whole_or_refused(tiny_tokenizer: Any, depth: int) -> None:
+    """How deep is too deep differs between releases of Python."""
+    try:
+        ids = nested(tiny_tokenizer, depth)
+    except InvalidRequest as error:
+        assert depth > 100 and error.param == "messages"
+    else:
+        assert ids.count(3 + ord("[")) == 1 + depth
 
 
 def test_raw_prompts_keep_their_special_tokens(tiny_tokenizer: Any) -> None:
