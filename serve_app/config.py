@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -408,11 +409,15 @@ def _has(tree: Mapping[str, Any], key: str) -> bool:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(), _Loader)
+        text = path.read_text()
+        data, twice = yaml.safe_load(text), _twice(yaml.compose(text, yaml.SafeLoader), "", set())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         # On one line, though YAML's own words draw where they mean.
         said = " ".join(str(error).split())
         raise ConfigError(f"cannot read configuration file {path}: {said}", param=ENV_FILE) from None
+    if twice:
+        # YAML itself would forget the first.
+        raise ConfigError(f"{twice} is there twice in {path}", param=twice)
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -423,17 +428,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML's own would forget the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+def _twice(node: yaml.Node | None, path: str, known: set[int]) -> str | None:
+    """The path of the first key that a mapping has twice. `known`: nodes that were looked at; aliases lead back to
+    them."""
+    if id(node) in known or not isinstance(node, yaml.CollectionNode):
+        return None
+    known.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        below = [(f"{path}[{index}]", child) for index, child in enumerate(node.value)]
+    else:
+        below = [(f"{path}.{key.value}".removeprefix("."), child) for key, child in node.value]
+    counts = Counter(name for name, _ in below)
+    own = next((name for name, count in counts.items() if count > 1), None)
+    return own or next((found for name, child in below if (found := _twice(child, name, known))), None)
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:

@@ -131,12 +131,21 @@ def test_a_time_that_never_ends_is_refused(value: str) -> None:
     assert caught.value.param == "ingress.request_timeout_s"
 
 
-@pytest.mark.parametrize("text", ["model: {id: a}\nmodel: {id: b}", "model: {id: a, id: b}"])
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("model: {id: a}\nmodel: {id: b}", "model"),
+        ("model: {id: a, id: b}", "model.id"),
+        ("a: [{b: 1}, {c: {d: 1, d: 2}}]", "a[1].c.d"),
+        ("a: &x {b: *x, c: 1, c: 2}", "a.c"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, key: str) -> None:
     path = tmp_path / "twice.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="twice") as caught:
         load_config(env={"DDTREE_CONFIG": str(path)})
+    assert caught.value.param == key and str(caught.value) == f"{key} is there twice in {path}"
 
 
 def test_what_is_no_yaml_is_told_in_one_line(tmp_path: Path) -> None:

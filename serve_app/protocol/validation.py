@@ -19,6 +19,8 @@ _MEDIA_PARTS = frozenset({"image_url", "input_image", "input_audio", "audio_url"
 _PLAIN_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
 # Their keys are the client's own, so errors stop at the field.
 _MAPS = frozenset({"logit_bias", "metadata", "chat_template_kwargs"})
+_TOKEN_KEYS = frozenset({"logit_bias"})
+_NUMBERS = frozenset({"greater_than_equal", "less_than_equal", "float_type"})
 
 
 def validate(model: type[Model], body: dict[str, Any]) -> Model:
@@ -96,7 +98,11 @@ def _value_at(node: Any, path: list[str | int]) -> str | None:
 
 
 def _reason(finding: Any, same: list[tuple[list[str | int], Any]], depth: int, named: bool) -> str:
-    kind = finding["type"]
+    kind, where = finding["type"], finding["loc"]
+    if where[0] in _MAPS and where[-1] == "[key]":
+        return "has a key that is no token id" if where[0] in _TOKEN_KEYS else f"has a key that {_phrase(finding)}"
+    if where[0] in _TOKEN_KEYS and kind in _NUMBERS:
+        return f"has a value that {_phrase(finding)}"
     if kind in ("missing", "union_tag_not_found"):
         return "is required"
     if kind == "extra_forbidden":

@@ -257,3 +257,20 @@ def test_an_assistant_message_may_lack_content() -> None:
 )
 def test_every_field_of_the_official_client_is_known(model: Any, client: Any) -> None:
     assert set(client.__annotations__) - set(model.model_fields) == set()
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        ({SECRET: 1}, "logit_bias has a key that is no token id."),
+        ({"5": 101}, "logit_bias has a value that must be less than or equal to 100."),
+        ({"5": "1"}, "logit_bias has a value that must be a valid number."),
+        ([], "logit_bias must be a valid dictionary."),
+    ],
+)
+def test_what_is_wrong_with_a_bias_is_told_in_words(bias: object, said: str) -> None:
+    """Its keys are the client's, and are not told back."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": bias}
+    with pytest.raises(InvalidRequest) as caught:
+        validate(ChatRequest, body)
+    assert (caught.value.message, caught.value.param) == (said, "logit_bias")
