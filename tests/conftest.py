@@ -45,6 +45,14 @@ if importlib.util.find_spec("hypothesis") is not None:  # what runs on a GPU mac
     settings.register_profile("shared_machine", **patient, derandomize=not FULL)
     settings.load_profile("shared_machine")
 
+# Where there is no GPU, kernels run in Triton's interpreter. It must be asked for before Triton is loaded, by whichever
+# test: functions of Triton's own that were made for a GPU cannot be interpreted.
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell that starts the tests in the background has them ignore it, and what they start inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,5 @@
-"""The kernels run in Triton's interpreter where there is no GPU; without Triton and SGLang these tests are skipped."""
+"""Without Triton and SGLang these tests are skipped."""
 
-import os
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +10,6 @@ import torch
 
 from tests.conftest import ROOT, require_sglang
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU_KERNELS = ROOT / "tests" / "engines" / "sglang" / "cpu_kernels"
 
