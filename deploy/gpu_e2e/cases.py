@@ -102,14 +102,15 @@ def _scores_compared(s: Server, messages: Any) -> int:
     emitted = s.post("/tokenize", {"model": MODEL_ID, "prompt": answer["choices"][0]["message"]["content"]})["tokens"]
     if len(emitted) != len(entries):
         return 0
-    for at in range(0, len(emitted), 5):
+    places = range(0, len(emitted), 5)
+    for at in places:
         body = {"model": MODEL_ID, "prompt": [*prompt, *emitted[:at]], "temperature": 0, "max_tokens": 1, "logprobs": 5}
         alone = s.post("/v1/completions", body)["choices"][0]["logprobs"]
         scores = dict(alone["top_logprobs"][0])
         token = entries[at]["token"]
         assert token in scores, (at, token, scores)
         assert abs(scores[token] - entries[at]["logprob"]) < 0.1, (at, token, scores[token], entries[at]["logprob"])
-    return len(range(0, len(emitted), 5))
+    return len(places)
 
 
 def what_trees_cannot_honour_is_refused(s: Server) -> None:

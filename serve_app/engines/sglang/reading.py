@@ -109,7 +109,7 @@ class ToolReader:
             that goes on behind the last one does not hold it to.
 
     Attributes:
-        calls: those of the answer. full: it has all that it may have.
+        calls: those of the answer. full: it has all that it may have. marks: of the format, those that are no text.
     """
 
     def __init__(
@@ -128,10 +128,7 @@ class ToolReader:
         self._raw = False  # within a call that is none
         self._renew()
         self._open, self._close = str(self._parser.detector.bot_token), str(self._parser.detector.eot_token)
-
-    @property
-    def marks(self) -> list[str]:
-        return [mark for mark in (self._open, self._close) if len(mark) >= _SHORTEST_MARK]
+        self.marks = [mark for mark in (self._open, self._close) if len(mark) >= _SHORTEST_MARK]
 
     def _renew(self) -> None:
         """A parser for what follows. `_block`: all that it got. `_taken`: what it got since it last gave something.
@@ -179,10 +176,11 @@ class ToolReader:
             return self._give_up(said)
         elif text and (text.strip() or not before):
             self._shown(text, said)
-        if piece in self.marks and piece == self._close:
-            self._closed(said)
-        elif self._one and piece == self._close and self.calls and not self._cut:
-            self.full = True  # a bracket behind the call
+        if piece == self._close:
+            if piece in self.marks:
+                self._closed(said)
+            elif self._one and self.calls and not self._cut:
+                self.full = True  # a bracket behind the call
         return None
 
     def _feed(self, parse: Callable[[str], tuple[str, Sequence[Any]]], text: str) -> tuple[str, Sequence[Any]]:
@@ -211,7 +209,7 @@ class ToolReader:
         elif self._cut:
             self._shut = True
         else:
-            self.full = self._one and bool(self.calls)
+            self.full |= self._one and bool(self.calls)
             self._renew()
 
     def _give_up(self, said: Said) -> None:

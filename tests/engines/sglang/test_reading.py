@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve_app.engines.local.stopping import Ending
-from serve_app.engines.sglang.reading import Call
+from serve_app.engines.sglang.reading import Call, Said, ToolReader
 from serve_app.errors import InvalidRequest
 from tests.engines.sglang.parsers import TOOLS, Rig, write_marked
 
@@ -221,6 +222,21 @@ def test_held_back_text_behind_the_calls_is_none_of_the_answer(path: Path) -> No
     stream = rig.stream(rig.plan(tool_choice="required"))
     assert stream.push(rig.ids(block(WEATHER) + " <tool"))[2] is None
     assert (stream.finish(), stream.ended(Ending("length"))) == ("", Ending("tool_calls"))
+
+
+def test_an_answer_that_has_all_of_its_calls_stays_so() -> None:
+    """Also where a parser gives text together with the mark behind them."""
+    told = {"</call>": ("behind", []), "{}": ("", [SimpleNamespace(tool_index=0, name="now", parameters="{}")])}
+    parser = SimpleNamespace(
+        detector=SimpleNamespace(bot_token="<call>", eot_token="</call>"),
+        parse_stream_chunk=lambda text: told.get(text, ("", [])),
+        parse_non_stream=lambda text: ("", []),
+    )
+    reader, said = ToolReader(lambda: parser, {"now"}, lambda name, index: "id", one=False, must=True), Said()
+    for piece in ("<call>", "{}", "</call>"):
+        reader.push(piece, said)
+    reader.end(said)
+    assert (reader.full, said.content, [call.arguments for call in reader.calls]) == (True, "", ["{}"])
 
 
 def test_kimis_ids_count_on_from_the_history(path: Path) -> None:
