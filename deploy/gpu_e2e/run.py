@@ -18,6 +18,7 @@ from typing import Any
 
 from deploy.gpu_e2e import panels, report, stages
 from deploy.gpu_e2e.clients import Clients
+from deploy.gpu_e2e.closed_loop import Timing
 from deploy.gpu_e2e.phases import Phase
 from deploy.gpu_e2e.settings import Machine
 
@@ -63,6 +64,7 @@ class Run:
         self._started: list[Phase] = []
         self._closing: list[threading.Thread] = []
         self._prometheus: panels.Prometheus | None = None
+        self._first: dict[str, dict[str, list[Timing]]] = {}
 
     def left(self) -> float:
         """Seconds for stages."""
@@ -157,6 +159,7 @@ class Run:
         with Clients(app.url, self._logs, stages.CLIENTS) as clients:
             load = stages.Throughput(app, phase.child, clients, options)
             self.report["stages"][name] = load.result  # likewise
+            self._first[name] = load.first
             return load.run(left)
 
     def _stage(self, name: str, work: Callable[[], dict[str, Any]], limit_s: float) -> bool:
@@ -185,8 +188,17 @@ class Run:
         )
         return failure is None
 
+    def _compare_answers(self) -> None:
+        """What drafts must not change: whether each mode's answers are those that a token a step gives."""
+        plain = self._first.get("ar", {})
+        for name, answers in self._first.items():
+            for streams in answers.keys() & plain.keys() if name != "ar" else ():
+                level = self.report["stages"][name]["levels"][streams]
+                level["as_ar"] = stages.same_texts(answers[streams], plain[streams])
+
     def _note(self, name: str, result: dict[str, Any], seconds: float) -> None:
         self.report["stages"][name] = result
+        self._compare_answers()
         self.report["seconds"][name] = round(seconds, 1)
         report.write(self.report, self._options.out)
 

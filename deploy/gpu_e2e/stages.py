@@ -88,12 +88,14 @@ class Throughput:
 
     Attributes:
         result: filled as it goes, so that what was measured is kept whatever happens.
+        first: each level's first round over HTTP, by number of streams.
     """
 
     def __init__(self, app: Application, child: Child | None, clients: Clients, asked: Load) -> None:
         self._app, self._child, self._clients, self._levels = app, child, clients, asked.levels
         self._tokens, self._rounds, self._requests = asked.tokens, asked.rounds, asked.requests
         self.result: dict[str, Any] = {"levels": {}, "start_s": {"http": app.start_s}}
+        self.first: dict[str, list[Timing]] = {}
         if child is not None:
             self.result["start_s"]["engine"] = child.start_s
 
@@ -135,12 +137,13 @@ class Throughput:
                 side: summary(rounds) | _outside(rounds, work[side]) | {"work": worked(work[side])}
                 for side, rounds in timings.items()
             }
+            self.first.setdefault(str(streams), timings["http"][0])
             level["client_cpu"] = self._clients.busiest
             level["http"]["acceptance_length"] = _change(before, self._counters("http"))["acceptance_length"]
             if self._child is not None:
                 level["compared"] = compare(level["http"], level["engine"])
                 level["compared_with_sglang"] = compare(level["http"], level["sglang"])
-                level["same_texts"] = _same(timings["http"][0], timings["engine"][0])
+                level["same_texts"] = same_texts(timings["http"][0], timings["engine"][0])
         # All at the same moment, which is what the first token waits for most.
         level["burst_ttft_ms"] = {
             side: summary([self._load(side, streams, streams, 1, left_s)]).get("ttft_ms") for side in self._sides()
@@ -202,10 +205,10 @@ def _outside(rounds: Sequence[Sequence[Timing]], work: Sequence[Work]) -> dict[s
     }
 
 
-def _same(one: Sequence[Timing], other: Sequence[Timing]) -> str:
-    """How many answers read the same on both sides. Greedy, but batches differ in shape and near-ties fall anew."""
+def same_texts(one: Sequence[Timing], other: Sequence[Timing]) -> dict[str, int]:
+    """How many answers read the same in both. Greedy, but batches differ in shape and near-ties fall anew."""
     texts = [(a.text, b.text) for a, b in zip(one, other, strict=False)]
-    return f"{sum(a == b for a, b in texts)} of {len(texts)}"
+    return {"equal": sum(a == b for a, b in texts), "of": len(texts)}
 
 
 def openai_client(app: Application) -> dict[str, Any]:

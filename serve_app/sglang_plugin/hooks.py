@@ -1,6 +1,7 @@
 """The places where SGLang 0.5.17 offers no seam, each with what it would do to a tree if left alone.
 
-Every hook first asks whether DDTREE is the running algorithm: with any other the original is called unchanged.
+Every hook but `chain_mask_policy` first asks whether DDTREE is the running algorithm: with any other the original is
+called unchanged.
 
 What this module does not do: import SGLang's runtime at its own import (targets are strings; SGLang resolves them).
 """
@@ -77,6 +78,24 @@ def decode_runner_class(original: Callable[..., type], model_runner: Any) -> typ
     from serve_app.sglang_plugin.graph import verify_runner_class
 
     return verify_runner_class()
+
+
+def chain_mask_policy(original: Callable[..., tuple[str, bool]], backend: Any) -> tuple[str, bool]:
+    """Whether DFLASH's verify graphs read a mask is asked of the backend that verifies.
+
+    SGLang goes by the class's name and does not look into the pair of a prompts' and a steps' backend, for which it
+    captures a mask that no step writes: drafts then see those behind them, and wrong ones are accepted.
+    """
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    while True:
+        if isinstance(backend, HybridAttnBackend):
+            backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
+        elif (inner := getattr(backend, "full_attn_backend", None)) is not None:
+            backend = inner
+        else:
+            return original(backend)
 
 
 def forward_raw(original: Callable[..., Any], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,6 +250,7 @@ HOOKS = (
     Hook(_SRT + "speculative.dflash_utils.validate_dflash_request", validate_request, "AROUND"),
     Hook(_SRT + "speculative.spec_utils.spec_need_hidden_states", need_hidden_states, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls", decode_runner_class, "AROUND"),
+    Hook(_SRT + "speculative.dflash_utils.resolve_dflash_verify_mask_policy", chain_mask_policy, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._forward_raw", forward_raw, "AROUND"),
     Hook(_SRT + "model_executor.model_runner.ModelRunner._extend_forward_kwargs", draft_embeds, "AROUND"),
     Hook(

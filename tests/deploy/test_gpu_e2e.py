@@ -446,9 +446,29 @@ def test_targets_are_judged_and_what_was_not_measured_is_neither() -> None:
     }
     found = [(row["value"], row["met"]) for row in report.targets({"stages": stages})]
     assert found == [
-        (0.96, True), (0.94, False), (None, None), (2.0, True), (3.5, False), (None, None), (2.0, False), (0, True),
+        (0.96, True), (0.94, False), (None, None), (2.0, True), (3.5, False), (None, None), (2.0, False), (None, None),
+        (0, True),
     ]  # fmt: skip
     assert {row["met"] for row in report.targets({"stages": {}})} == {None}
+
+
+def test_drafts_that_change_the_answers_are_a_miss() -> None:
+    shares = {
+        "throughput": {"1": {"equal": 10, "of": 10}, "16": {"equal": 120, "of": 160}},
+        "dflash": {"1": {"equal": 6, "of": 10}, "16": {"equal": 11, "of": 160}},
+    }
+    stages: dict[str, Any] = {
+        name: {"levels": {streams: level(96, 100, 2.0) | {"as_ar": share} for streams, share in levels.items()}}
+        for name, levels in shares.items()
+    }
+    stages["ar"] = {"levels": {"16": level(50, 51, 0.5)}}
+    found = [row for row in report.targets({"stages": stages}) if "AR's" in row["what"]]
+    assert [(row["what"][-6:], row["value"], row["met"]) for row in found] == [
+        ("DDTREE", 0.75, True), ("DFLASH", 0.069, False)
+    ]  # fmt: skip
+    assert "| 16 | 96 (120 of 160) | 96 (11 of 160) | 50 |" in report.page(
+        {"facts": {}, "targets": [], "stages": stages, "seconds": {}}
+    )
 
 
 @pytest.mark.parametrize(("replays", "met"), [(0, None), (5, True)])
@@ -507,6 +527,20 @@ def test_a_stage_that_hangs_or_fails_costs_itself_alone(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "out" / "report.json").read_text())["stages"]
     assert "not done within 3 s" in saved["hangs"]["failed"] and "ZeroDivisionError" in saved["fails"]["failed"]
     assert saved["works"] == {"n": 1}
+
+
+@pytest.mark.parametrize("plain_last", [True, False])
+def test_answers_are_compared_with_those_of_a_token_a_step_whichever_came_first(
+    tmp_path: Path, plain_last: bool
+) -> None:
+    texts = {"throughput": ["a", "b", "c"], "ar": ["a", "b", "d"]}
+    made = Run(GPU, options(tmp_path, 60), {})
+    for name in sorted(texts, reverse=plain_last):
+        made._first[name] = {"1": [replace(timing(0, 0.0, end=1.0, tokens=1), text=text) for text in texts[name]]}
+        made._note(name, {"levels": {"1": level(96, 100, 2.0)}}, 1.0)
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())["stages"]
+    assert saved["throughput"]["levels"]["1"]["as_ar"] == {"equal": 2, "of": 3}
+    assert "as_ar" not in saved["ar"]["levels"]["1"]
 
 
 def test_a_run_that_is_told_to_end_begins_nothing_more(tmp_path: Path) -> None:

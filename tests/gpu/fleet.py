@@ -60,6 +60,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     # And as one graph of all layers.
     "full": ("ddtree-32", {**EXACT, **EIGHT, **FULL_PREFILL}, {}),
+    "dflash-full": ("dflash", {**EXACT, **EIGHT, **FULL_PREFILL}, {}),
     "plain": ("ddtree-32", {**EXACT, **EIGHT}, {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"}),
     "bf16": ("ddtree-32", EIGHT, {}),
     "flashinfer": ("ddtree-32", FLASHINFER, {}),

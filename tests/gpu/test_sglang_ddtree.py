@@ -61,7 +61,7 @@ def fallbacks(counts: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in counts.items() if key.startswith("ddtree_graph_fallbacks_total")}
 
 
-@pytest.mark.parametrize("name", [*TREES, "eager"])
+@pytest.mark.parametrize("name", [*TREES, "eager", "dflash-full"])
 def test_greedy_tokens_are_ars(stages: dict[str, Any], name: str) -> None:
     found = stages[f"{name} identity"]
     assert explained(found), found

@@ -61,6 +61,7 @@ def test_every_hook_target_takes_the_arguments_its_hook_expects(sglang: ModuleTy
         "validate_dflash_request": ["req", "enable_overlap"],
         "spec_need_hidden_states": ["server_args"],
         "_decode_cuda_graph_runner_cls": ["self"],
+        "resolve_dflash_verify_mask_policy": ["attn_backend"],
         "_forward_raw": ["self", "forward_batch", "pp_proxy_tensors", "reinit_attn_backend", "split_forward_count"],
         "_extend_forward_kwargs": ["self", "forward_batch", "pp_proxy_tensors"],
         "_forward_isolation": ["self", "batch", "overlap"],
@@ -111,6 +112,28 @@ def test_an_eager_draft_keeps_the_dtype_of_its_embeddings(sglang: ModuleType, dt
     )  # fmt: skip
     assert ModelRunner._extend_forward_kwargs(runner, batch, None) == {"input_embeds": embeds}
     assert ModelRunner._extend_forward_kwargs(runner, batch, None)["input_embeds"].dtype == dtype
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_chain_is_captured_without_a_mask_whatever_backend_prompts_have(
+    sglang: ModuleType, mode: str, linear: bool
+) -> None:
+    """No step would write it."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
+
+    class Unknown(TritonAttnBackend):
+        """One that SGLang does not list as causal by itself."""
+
+    triton, unknown = object.__new__(TritonAttnBackend), object.__new__(Unknown)
+    pair = object.__new__(HybridAttnBackend)
+    pair.spec_attn_is_decode = mode == "decode"
+    pair.prefill_backend, pair.decode_backend = (unknown, triton) if mode == "decode" else (triton, unknown)
+    backend = SimpleNamespace(full_attn_backend=pair) if linear else pair
+    assert resolve_dflash_verify_mask_policy(backend) == ("TritonAttnBackend", False)
+    assert resolve_dflash_verify_mask_policy(unknown) == ("Unknown", True)
 
 
 def test_the_worker_overrides_methods_that_exist(sglang: ModuleType) -> None:

@@ -212,8 +212,7 @@ def build_engine(arguments: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    wants_trees = arguments.get("speculative_algorithm") == "DDTREE"
-    if wants_trees:
+    if arguments.get("speculative_algorithm"):  # chains, too, are right by a hook of the plugin's
         from serve_app.sglang_plugin.plugin import PluginError, assert_installed
 
         try:

@@ -69,15 +69,18 @@ async def test_drafts_without_a_gpu_are_refused(
     assert caught.value.param == "sglang"
 
 
-def test_trees_without_the_plugin_are_refused(sglang_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout by itself is no plugin: SGLang finds that by its entry point."""
+@pytest.mark.parametrize("algorithm", ["DDTREE", "DFLASH"])
+def test_drafts_without_the_plugin_are_refused(
+    sglang_on_cpu: None, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """A checkout by itself is no plugin: SGLang finds that by its entry point. SGLang's own chain needs a hook."""
 
     def missing() -> None:
         raise PluginError("the DDTREE plugin did not take effect")
 
     monkeypatch.setattr("serve_app.sglang_plugin.plugin.assert_installed", missing)
     with pytest.raises(ConfigError, match="did not take effect; install this package") as caught:
-        build_engine({"speculative_algorithm": "DDTREE"})
+        build_engine({"speculative_algorithm": algorithm})
     assert caught.value.param == "speculation.method"
 
 
