@@ -6,8 +6,8 @@
 
 A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=0:PLAN_IN_STEP=0` compares
 with and without. Those in capitals are variables of the environment, less their common `SGLANG_DDTREE_`; others are
-SGLang's server arguments: `dflash:attention_backend=flashinfer`, `ddtree-15:speculative_eagle_topk=1`, which is a chain.
-A run names its "switches".
+SGLang's server arguments: `dflash:attention_backend=flashinfer`, or `ddtree-15:speculative_eagle_topk=1`, which is a
+chain. A run names its "switches".
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
 same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all. The
