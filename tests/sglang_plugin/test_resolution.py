@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +56,29 @@ def test_reservations_cover_block_and_tree(resolve: Any, page: int) -> None:
     args = resolve(speculative_num_draft_tokens=9, page_size=page)
     assert get_alloc_len_per_decode(args) == 12
     assert get_req_to_token_extra_context_len(args) >= 2 * 12 + page
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_chains_reservations_stay_in_their_row(resolve: Any, page: int) -> None:
+    """SGLang's DFLASH reserves two blocks ahead; where pages are one token its rows have room for one."""
+    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+
+    args = resolve(speculative_algorithm="DFLASH", attention_backend="triton", page_size=page)
+    assert get_req_to_token_extra_context_len(args) >= 2 * 12 + page
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_window_is_refused_whatever_pool_it_has(resolve: Any) -> None:
+    """`disable_hybrid_swa_memory` gives such a model an ordinary pool; its window counts a tree's rows all the same."""
+    from serve_app.sglang_plugin.plugin import PluginError
+    from serve_app.sglang_plugin.worker import _refuse_model
+
+    runner = SimpleNamespace(model_config=resolve().get_model_config(), is_hybrid_swa=False, sliding_window_size=None)
+    _refuse_model(runner)
+    runner.sliding_window_size = 127
+    with pytest.raises(PluginError, match="sliding-window"):
+        _refuse_model(runner)
 
 
 @pytest.mark.filterwarnings("ignore")
