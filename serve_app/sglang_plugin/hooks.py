@@ -55,6 +55,17 @@ def extra_context_len(original: Callable[..., int], server_args: Any) -> int:
     return extra
 
 
+def prompt_graph_sizes(original: Callable[..., list[int]], server_args: Any, max_bs: int) -> list[int]:
+    """SGLang captures no prompt below four tokens and replays none that is less than half full. One whose beginning is
+    cached may have a single new token: a question asked again, another choice of it, an answer resumed, a health check.
+    """
+    sizes = original(server_args, max_bs)
+    if not sizes or not is_ddtree(server_args):
+        return sizes
+    # Compiled pieces would be specialised for a size of one.
+    return sizes if server_args.cuda_graph_config.prefill.backend == "tc_piecewise" else sorted({1, 2, *sizes})
+
+
 def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
     """DFLASH refuses logprobs; DDTREE has them. Penalties would need one state per tree path."""
     if _running() is None:
@@ -251,6 +262,7 @@ _SRT = "sglang.srt."
 _PROCESSOR = _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 HOOKS = (
     Hook(_SRT + "server_args.ServerArgs.__post_init__", before_post_init, "BEFORE"),
+    Hook(_SRT + "server_args.ServerArgs._generate_prefill_cuda_graph_batch_sizes", prompt_graph_sizes, "AROUND"),
     Hook(_SRT + "mem_cache.allocation_sizing.get_alloc_len_per_decode", alloc_len_per_decode, "AROUND"),
     Hook(_SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len", extra_context_len, "AROUND"),
     Hook(_SRT + "speculative.dflash_utils.validate_dflash_request", validate_request, "AROUND"),

@@ -56,6 +56,7 @@ def test_every_hook_target_takes_the_arguments_its_hook_expects(sglang: ModuleTy
 
     expected = {
         "__post_init__": ["self"],
+        "_generate_prefill_cuda_graph_batch_sizes": ["self", "max_bs"],
         "get_alloc_len_per_decode": ["server_args"],
         "get_req_to_token_extra_context_len": ["server_args"],
         "validate_dflash_request": ["req", "enable_overlap"],

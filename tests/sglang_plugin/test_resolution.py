@@ -113,6 +113,28 @@ def test_full_prefill_graphs_and_trees(resolve: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("changes", "smallest"),
+    [
+        ({"cuda_graph_backend_prefill": "breakable"}, [1, 2, 4, 8]),
+        ({"cuda_graph_backend_prefill": "tc_piecewise"}, [4, 8, 12, 16]),
+        ({"cuda_graph_bs_prefill": [16, 32]}, [16, 32]),
+        (
+            {
+                "speculative_algorithm": "DFLASH",
+                "attention_backend": "triton",
+                "cuda_graph_backend_prefill": "breakable",
+            },
+            [4, 8, 12, 16],
+        ),
+    ],
+)
+def test_a_prompt_with_one_new_token_finds_a_graph(resolve: Any, changes: dict[str, Any], smallest: list[int]) -> None:
+    prefill = resolve(disable_prefill_cuda_graph=False, **changes).cuda_graph_config.prefill
+    assert prefill.bs[:4] == smallest
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_backend_that_ignores_the_mask_is_refused(resolve: Any) -> None:
     with pytest.raises(ValueError, match="fa3 does not read a tree mask"):
         resolve(attention_backend="fa3")

@@ -15,7 +15,6 @@ from serve_app.config import Config
 from serve_app.errors import ConfigError
 from serve_app.sglang_plugin.args import NOT_WITH_DRAFTS
 
-DEFAULT_BUDGET = 32
 # Fields of ServerArgs that the configuration decides, by the key that does.
 DECIDED = {
     "model_path": "model.source",
@@ -108,11 +107,11 @@ def speculation(config: Config, drafter: Path | None) -> dict[str, Any]:
         return {}
     if settings.method == "chain":
         return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(drafter)}
-    budget = DEFAULT_BUDGET if settings.budget == "auto" else settings.budget
     return {
         "speculative_algorithm": "DDTREE",
         "speculative_draft_model_path": str(drafter),
-        "speculative_num_draft_tokens": budget + 1,
+        # Without a number the plugin has its own.
+        "speculative_num_draft_tokens": None if settings.budget == "auto" else settings.budget + 1,
         "speculative_eagle_topk": settings.top_k,
     }
 

@@ -24,16 +24,19 @@ def arguments(drafter: Path | None = DRAFTER, known: set[str] = KNOWN, **section
     return server_arguments(load_config(tree, use_env=False), TARGET, drafter, known)
 
 
-def test_the_defaults_draft_trees_of_32_nodes() -> None:
+def test_the_defaults_draft_trees_of_the_plugins_size() -> None:
     made = arguments()
     assert made["model_path"] == "/models/t" and made["max_running_requests"] == 8 and made["tp_size"] == 1
     drafts = {name: value for name, value in made.items() if name.startswith("speculative_")}
     assert drafts == {
         "speculative_algorithm": "DDTREE",
         "speculative_draft_model_path": "/models/d",
-        "speculative_num_draft_tokens": 33,
         "speculative_eagle_topk": 8,
     }
+
+
+def test_a_budget_leaves_the_root_out() -> None:
+    assert arguments(speculation={"budget": 15})["speculative_num_draft_tokens"] == 16
 
 
 def test_what_nobody_set_is_left_to_sglang() -> None:
