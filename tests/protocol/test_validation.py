@@ -87,6 +87,7 @@ UNSUPPORTED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     ({"service_tier": "priority"}, "service_tier"),
     ({"store": True}, "store"),
+    ({"store": 0}, "store"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
@@ -227,7 +228,7 @@ def test_what_is_not_offered_is_refused(change: dict[str, Any], param: str) -> N
     assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("change", [{"echo": True}, {"suffix": "x"}])
+@pytest.mark.parametrize("change", [{"echo": True}, {"echo": 0.0}, {"suffix": "x"}])
 def test_what_completions_do_not_offer_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Unsupported) as caught:
         validate(CompletionRequest, TEXT | change)
