@@ -64,7 +64,9 @@ def prepare() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "engines" / "sglang" / "cpu_kernels"))
     import sglang.srt.managers.scheduler
     import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+    from sglang.kernels.ops.speculative import cache_locs
     from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.model_runner_components import attention_backend_setup
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
@@ -73,6 +75,8 @@ def prepare() -> None:
         _kernels()
     bootstrap.get_default_distributed_backend = lambda device: "gloo"
     attention_backend_setup.init_cublas = lambda *_: None
+    cache_locs._is_cuda = True  # DFLASH's own kernels
+    ModelRunner.maybe_enable_batch_invariant_mode = lambda runner: None  # a CPU's kernels are what they are
     decode_cuda_graph_runner.resolve_decode_backend = _backend_class()
     decode_cuda_graph_runner.graph_capture = lambda stream=None: nullcontext(SimpleNamespace(stream=None))
 

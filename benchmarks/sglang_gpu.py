@@ -5,7 +5,9 @@
     python -m benchmarks.sglang_gpu MODEL --random [--tp 8]    a made-up model of 7.4 B weights, MODEL for its tokenizer
 
 A mode may be followed by switches of its own: `--modes ddtree-64,ddtree-64:DIRECT_REPLAY=0:PLAN_IN_STEP=0` compares
-with and without. They are variables of the environment, less their common `SGLANG_DDTREE_`; a run names its "switches".
+with and without. Those in capitals are variables of the environment, less their common `SGLANG_DDTREE_`; others are
+SGLang's server arguments: `dflash:attention_backend=flashinfer`, or `ddtree-15:speculative_eagle_topk=1`, which is a
+chain. A run names its "switches".
 
 Writes after every measurement, and skips what the output file already has, so that a run cut short is continued by the
 same command. A run is one mode, budget and batch size: greedy, `--tokens` each, the same 32 chat prompts for all. The
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("drafter", nargs="?")
     parser.add_argument("--random", action="store_true", help="`random_llama` in MODEL's place: step times only")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, default=1, help="ranks of every engine")
     parser.add_argument("--out", type=Path, default=Path("docs/results/sglang_gpu.json"))
     parser.add_argument("--logs", type=Path, default=Path("."))
@@ -97,6 +100,7 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     result: dict[str, Any] = {"machine": machine(), "runs": [], "phases_ms": {}, "graph_state": {}}
     result["machine"] |= {"tp": arguments.tp, "weights": "random" if arguments.random else "trained"}
+    result["machine"]["dtype"] = arguments.dtype
     target, drafter, more = arguments.model, arguments.drafter, {"tp_size": arguments.tp}
     if arguments.tp > 1:
         # It can use NVLink multicast, which machines may have switched off for PyTorch and NCCL but not for FlashInfer.
@@ -113,7 +117,8 @@ def main() -> None:
     try:
         for name in arguments.modes.split(","):
             changes = {"cuda_graph_max_bs_decode": max(batches), "max_running_requests": max(batches)}
-            fields = engine_arguments(target, drafter, name.partition(":")[0], **changes, **more)
+            changes |= {"dtype": arguments.dtype} | more | server_arguments(name)
+            fields = engine_arguments(target, drafter, name.partition(":")[0], **changes)
             children[name] = Child(name, fields, arguments.logs / f"{name}.log", env=switches(name))
             if len(children) == 1:
                 time.sleep(arguments.stagger)  # the others then find its compiled kernels
@@ -198,8 +203,23 @@ def key(name: str, batch: int) -> tuple[str, int, int, str]:
 
 def switches(name: str) -> dict[str, str]:
     """The environment that the engine `name` asks for."""
-    pairs = [pair.partition("=") for pair in name.split(":")[1:]]
-    return {f"SGLANG_DDTREE_{variable}": value for variable, _, value in pairs}
+    return {f"SGLANG_DDTREE_{variable}": value for variable, value in _pairs(name) if variable.isupper()}
+
+
+def server_arguments(name: str) -> dict[str, Any]:
+    """The server arguments that the engine `name` asks for; values are JSON where they can be read as such."""
+    found: dict[str, Any] = {}
+    for field, value in _pairs(name):
+        if not field.isupper():
+            try:
+                found[field] = json.loads(value)
+            except ValueError:
+                found[field] = value
+    return found
+
+
+def _pairs(name: str) -> list[tuple[str, str]]:
+    return [(field, value) for field, _, value in (pair.partition("=") for pair in name.split(":")[1:])]
 
 
 def save(result: dict[str, Any], path: Path) -> None:

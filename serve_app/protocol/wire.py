@@ -105,6 +105,17 @@ class Sampling(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Short | None = Field(None, description="Accepted, not used.")
+    # OpenAI has these for chats alone, but they are about any request.
+    metadata: Annotated[dict[str, Short], Field(max_length=16), _few(16)] | None = Field(
+        None, description="Accepted, not used."
+    )
+    safety_identifier: Short | None = Field(None, description="Accepted, not used.")
+    prompt_cache_key: Short | None = Field(None, description="Accepted, not used.")
+    service_tier: Literal["auto", "default"] | None = _refused("there is one tier; auto and default name it")
+    store: Off | None = _refused("nothing is stored")
+    moderation: None = _refused("there is no moderation")
+    prompt_cache_options: None = _refused("the prompt cache has no per-request control")
+    prompt_cache_retention: None = _refused("the prompt cache has no per-request control")
     # Extensions that most open engines share.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 and -1 are off.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -125,13 +136,6 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Needs logprobs: true.")
     chat_template_kwargs: TemplateKwargs | None = Field(None, description="Scalars handed to the chat template.")
-    metadata: Annotated[dict[str, Short], Field(max_length=16), _few(16)] | None = Field(
-        None, description="Accepted, not used."
-    )
-    safety_identifier: Short | None = Field(None, description="Accepted, not used.")
-    prompt_cache_key: Short | None = Field(None, description="Accepted, not used.")
-    service_tier: Literal["auto", "default"] | None = _refused("there is one tier; auto and default name it")
-    store: Off | None = _refused("nothing is stored")
     response_format: ResponseFormat | None = Field(None, description="Other than text needs an engine with grammars.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = _refused("only text")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
@@ -145,10 +149,7 @@ class ChatRequest(Sampling):
     functions: Annotated[list[Any], Field(max_length=0)] | None = _refused("tools has taken its place")
     function_call: Literal["none", "auto"] | None = _refused("tool_choice has taken its place")
     audio: None = _refused("only text")
-    moderation: None = _refused("there is no moderation")
     prediction: None = _refused("drafts come from the drafter")
-    prompt_cache_options: None = _refused("the prompt cache has no per-request control")
-    prompt_cache_retention: None = _refused("the prompt cache has no per-request control")
     web_search_options: None = _refused("there is no web search")
 
 

@@ -35,6 +35,19 @@ MAX_BLOCK = 64
 MHA_BACKENDS = ("triton", "flashinfer")
 MLA_BACKENDS = ("triton",)
 
+# What no drafter of this family goes with, by the field of ServerArgs: drafts are made of the target's features of
+# every token, kept at the slots of the token's own keys and values. SGLang's DFLASH starts with all of these.
+NOT_WITH_DRAFTS = {
+    "enable_two_batch_overlap": "splits the verify batch",
+    "enable_pdmux": "computes prompts past the drafter, on other attention backends than the captured one",
+    "enable_lmcache": "restores prefixes without what the drafter knows of them",
+    "enable_flexkv": "restores prefixes without what the drafter knows of them",
+    "radix_cache_backend": "may restore prefixes without what the drafter knows of them",
+    "enable_prefill_cp": "leaves each rank a part of a prompt's features",
+    "enable_prefill_context_parallel": "leaves each rank a part of a prompt's features",
+    "enable_dsa_prefill_context_parallel": "leaves each rank a part of a prompt's features",
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -92,6 +105,11 @@ def is_ddtree(server_args: Any) -> bool:
     return (getattr(server_args, "speculative_algorithm", None) or "").upper() == "DDTREE"
 
 
+def is_dflash(server_args: Any) -> bool:
+    """Likewise for SGLang's own DFLASH."""
+    return (getattr(server_args, "speculative_algorithm", None) or "").upper() == "DFLASH"
+
+
 def commit_in_graph() -> bool:
     return os.environ.get("SGLANG_DDTREE_COMMIT_IN_GRAPH", "1") != "0"
 
@@ -117,22 +135,41 @@ def _conflicts(args: Any) -> list[tuple[bool, str]]:
     def on(field: str) -> bool:
         return bool(getattr(args, field, False))
 
+    combined = [(on(field), f"{_flag(field)} {why}") for field, why in NOT_WITH_DRAFTS.items()]
     return [
+        *combined,
+        ((getattr(args, "attn_cp_size", 1) or 1) > 1, "--attn-cp-size leaves each rank a part of a prompt's features"),
         (not str(args.device).startswith("cuda"), f"device {args.device}: only CUDA devices have its kernels"),
         (not args.speculative_draft_model_path, "--speculative-draft-model-path is missing"),
         (args.pp_size != 1, f"--pp-size {args.pp_size}: pipeline parallelism is not supported"),
         (on("enable_dp_attention"), "--enable-dp-attention is not supported"),
         ((getattr(args, "dcp_size", 1) or 1) > 1, "decode context parallelism has no tree mask"),
         ((getattr(args, "disaggregation_mode", "null") or "null") != "null", "prefill/decode disaggregation"),
-        (on("enable_two_batch_overlap"), "--enable-two-batch-overlap splits the verify batch"),
-        (on("enable_pdmux"), "--enable-pdmux runs other attention backends than the captured one"),
         (on("enable_lora"), "LoRA: the drafter's features would be the adapter's"),
         (on("enable_unified_memory"), "the unified memory pool renumbers KV slots"),
+        (on("enable_hierarchical_cache"), "--enable-hierarchical-cache has not been tried with trees"),
+        (on("enable_torch_compile"), "--enable-torch-compile has not been tried with trees"),
+        (on("rl_on_policy_target"), "--rl-on-policy-target samples by another law"),
+        (
+            _decode_graphs(args) not in (None, "full", "disabled"),
+            f"decode graphs of kind {_decode_graphs(args)} have not been tried with trees",
+        ),
         (on("speculative_adaptive"), "--speculative-adaptive changes the verify width"),
         (args.speculative_draft_window_size is not None, "--speculative-draft-window-size is not supported"),
         (args.speculative_accept_threshold_single != 1.0, "acceptance is exact: --speculative-accept-threshold-single"),
         (args.speculative_accept_threshold_acc != 1.0, "acceptance is exact: --speculative-accept-threshold-acc"),
     ]
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _decode_graphs(args: Any) -> str | None:
+    """The kind of graph that steps replay, None before SGLang has chosen."""
+    config = getattr(args, "cuda_graph_config", None)
+    backend = getattr(getattr(config, "decode", None), "backend", None)
+    return None if backend is None else str(backend)
 
 
 def resolve_server_args(server_args: Any) -> None:

@@ -1,7 +1,7 @@
 """The places where SGLang 0.5.17 offers no seam, each with what it would do to a tree if left alone.
 
-Every hook but `chain_mask_policy` first asks whether DDTREE is the running algorithm: with any other the original is
-called unchanged.
+Every hook first asks whether DDTREE is the running algorithm: with any other the original is called unchanged. Three
+mend SGLang's DFLASH too: `chain_mask_policy`, `extra_context_len` and `draft_embeds`.
 
 What this module does not do: import SGLang's runtime at its own import (targets are strings; SGLang resolves them).
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.sglang_plugin.args import early_defaults, is_ddtree, slots_per_step
+from serve_app.sglang_plugin.args import early_defaults, is_ddtree, is_dflash, slots_per_step
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,25 @@ def alloc_len_per_decode(original: Callable[..., int], server_args: Any = None) 
 
 
 def extra_context_len(original: Callable[..., int], server_args: Any) -> int:
-    """Two steps are reserved ahead, page-aligned. A shorter row lets the last request's slots run into the next row."""
+    """Two steps are reserved ahead, page-aligned. A shorter row lets the last request's slots run into the next row, as
+    DFLASH's do where pages are one token."""
     extra = original(server_args)
-    return max(extra, 2 * slots_per_step(server_args) + server_args.page_size) if is_ddtree(server_args) else extra
+    if is_ddtree(server_args):
+        return max(extra, 2 * slots_per_step(server_args) + server_args.page_size)
+    if is_dflash(server_args):
+        return max(extra, 2 * int(server_args.speculative_num_draft_tokens) + server_args.page_size)
+    return extra
+
+
+def prompt_graph_sizes(original: Callable[..., list[int]], server_args: Any, max_bs: int) -> list[int]:
+    """SGLang captures no prompt below four tokens and replays none that is less than half full. One whose beginning is
+    cached may have a single new token: a question asked again, another choice of it, an answer resumed, a health check.
+    """
+    sizes = original(server_args, max_bs)
+    if not sizes or not is_ddtree(server_args):
+        return sizes
+    # Compiled pieces would be specialised for a size of one.
+    return sizes if server_args.cuda_graph_config.prefill.backend == "tc_piecewise" else sorted({1, 2, *sizes})
 
 
 def validate_request(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
@@ -112,7 +128,8 @@ def forward_raw(original: Callable[..., Any], model_runner: Any, forward_batch: 
 def draft_embeds(original: Callable[..., dict[str, Any]], model_runner: Any, forward_batch: Any, *args: Any) -> Any:
     """SGLang casts given embeddings to bfloat16 when it runs eagerly, which a float16 drafter cannot multiply."""
     kwargs = original(model_runner, forward_batch, *args)
-    if forward_batch.input_embeds is not None and model_runner.is_draft_worker and is_ddtree(model_runner.server_args):
+    ours = is_ddtree(model_runner.server_args) or is_dflash(model_runner.server_args)
+    if forward_batch.input_embeds is not None and model_runner.is_draft_worker and ours:
         kwargs["input_embeds"] = forward_batch.input_embeds
     return kwargs
 
@@ -245,6 +262,7 @@ _SRT = "sglang.srt."
 _PROCESSOR = _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 HOOKS = (
     Hook(_SRT + "server_args.ServerArgs.__post_init__", before_post_init, "BEFORE"),
+    Hook(_SRT + "server_args.ServerArgs._generate_prefill_cuda_graph_batch_sizes", prompt_graph_sizes, "AROUND"),
     Hook(_SRT + "mem_cache.allocation_sizing.get_alloc_len_per_decode", alloc_len_per_decode, "AROUND"),
     Hook(_SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len", extra_context_len, "AROUND"),
     Hook(_SRT + "speculative.dflash_utils.validate_dflash_request", validate_request, "AROUND"),

@@ -79,16 +79,18 @@ def build_trees(
     )  # fmt: skip
 
 
-def write_mask(mask: Tensor, parents: Tensor, starts: Tensor) -> None:
-    """Write the trees' cells of SGLang's verify mask; the cells of the committed prefix are left as they are.
+def write_mask(mask: Tensor, parents: Tensor, starts: Tensor, *, whole: bool = False) -> None:
+    """Write the trees' cells of SGLang's verify mask; those of the committed prefix are left as they are, which where
+    `mask` has been used before may be anything.
 
     Args:
         mask: flat; request b owns N × (starts[b] + N) cells, row-major, requests in order. Non-zero: row may look.
         parents: int64 [B, N]. starts: int [B], committed tokens.
+        whole: also let every row look at the committed prefix, for kernels that read those cells.
     """
     batch, width = parents.shape
     _mask[(batch, width)](
-        mask, parents, starts, width,
+        mask, parents, starts, width, WHOLE=whole, CHUNK=1024,
         LANES=triton.next_power_of_2(width), REQUESTS=triton.next_power_of_2(batch), num_warps=1,
     )  # fmt: skip
 
@@ -166,7 +168,10 @@ def _build(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mask(mask, parents, starts, width, LANES: tl.constexpr, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mask(  # type: ignore[no-untyped-def]
+    mask, parents, starts, width, WHOLE: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     node = tl.program_id(1)
     others = tl.arange(0, REQUESTS)
@@ -181,5 +186,10 @@ def _mask(mask, parents, starts, width, LANES: tl.constexpr, REQUESTS: tl.conste
     while ancestor >= 0:
         sees = sees | (column == ancestor)
         ancestor = tl.load(parents + ancestor)
-    to = before + node * (start + width) + start + column
-    tl.store(mask + to, sees.to(mask.dtype.element_ty), mask=column < width)
+    row = mask + before + node * (start + width)
+    tl.store(row + start + column, sees.to(mask.dtype.element_ty), mask=column < width)
+    if WHOLE:
+        at = tl.arange(0, CHUNK)
+        for chunk in range(tl.cdiv(start, CHUNK)):
+            place = chunk * CHUNK + at
+            tl.store(row + place, tl.full((CHUNK,), 1, mask.dtype.element_ty), mask=place < start)

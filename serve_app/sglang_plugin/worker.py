@@ -84,6 +84,8 @@ class DDTreeWorker(DFlashWorkerV2):
         self._tail_in_draft_graph = False
         self._tail_in_verify_graph = False
         self._commit_flag = True
+        # Triton's kernel for deterministic inference reads the cells of the committed prefix too.
+        self._whole_mask = bool(server_args.enable_deterministic_inference)
         self._graph_kv_helper: Any = None
         enabled = server_args.enable_metrics and ps.tp_rank == 0
         metrics.start(server_args.served_model_name or server_args.model_path, self.chosen, enabled)
@@ -332,7 +334,7 @@ class DDTreeWorker(DFlashWorkerV2):
         build_trees(trees, roots, starts, tokens.view(shape), logps.view(shape), chosen)
         mask = self._static_mask(size)
         if mask is not None:
-            write_mask(mask, trees.parents, starts)
+            write_mask(mask, trees.parents, starts, whole=self._whole_mask)
 
     def _static_mask(self, size: int) -> Tensor | None:
         """The mask that the verify graph reads, where the attention backend owns one that fits the batch."""
@@ -432,8 +434,9 @@ def _refuse_model(runner: Any) -> None:
     """Raises PluginError for targets whose state a tree cannot branch or a compaction cannot move."""
     if mambaish_config(runner.model_config) is not None:
         raise PluginError("DDTREE: hybrid models keep one recurrent state per sequence, not one per tree node")
-    if runner.is_hybrid_swa:
-        raise PluginError("DDTREE: models with a sliding-window KV pool are not supported")
+    if runner.is_hybrid_swa or (runner.sliding_window_size or 0) > 0:
+        # SGLang's kernels measure the window in rows, and a tree's rows are not positions; the pool aside.
+        raise PluginError("DDTREE: models with sliding-window attention are not supported")
 
 
 def _head(model: Any) -> Head:

@@ -87,3 +87,13 @@ def test_the_random_model_shards_by_eight_and_has_the_size_it_says(tmp_path: Pat
     for field in ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size", "hidden_size"):
         assert getattr(config, field) % 8 == 0 and draft[field] % 8 == 0
     assert max(draft["dflash_config"]["target_layer_ids"]) < config.num_hidden_layers == draft["num_target_layers"]
+
+
+def test_a_modes_switches_are_variables_and_server_arguments(tmp_path: Path) -> None:
+    name = "ddtree-15:DIRECT_REPLAY=0:speculative_eagle_topk=1:attention_backend=flashinfer:disable_cuda_graph=true"
+    assert sglang_gpu.switches(name) == {"SGLANG_DDTREE_DIRECT_REPLAY": "0"}
+    assert sglang_gpu.server_arguments(name) == {
+        "speculative_eagle_topk": 1, "attention_backend": "flashinfer", "disable_cuda_graph": True
+    }  # fmt: skip
+    run = rounds({name: Engine(0.003, 4)}, 4, tmp_path / "r.json")["runs"][0]
+    assert (run["mode"], run["budget"], run["switches"]) == ("ddtree", 15, name.partition(":")[2])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from serve_app.ddtree.accept import accept_walk, committed_tokens, walk_lazy
-from serve_app.ddtree.budget import expected_accepted
 from serve_app.ddtree.tree import DraftTree, build_tree, chain_tree
 from tests.ddtree.trees import rank_paths
 
@@ -125,12 +124,3 @@ def test_greedy_emits_the_autoregressive_text() -> None:
         posterior = torch.tensor([[argmax((*text, *context)) for context in contexts]])
         text += tuple(committed_tokens(tree.tokens, accept_walk(tree.tokens, tree.parents, posterior, 3))[0])
     assert text[:12] == wanted
-
-
-def test_surrogate_expectation_is_exact_when_the_target_is_the_surrogate() -> None:
-    """With independent positions the node weights are path probabilities, so both expectations agree."""
-    logps, tokens = torch.randn(1, 3, VOCAB, dtype=torch.float64).log_softmax(2).sort(2, descending=True)
-    tree = build_tree(torch.tensor([0]), tokens, logps.float(), 10)
-    per_node = [sum(logps[0, level, rank].item() for level, rank in enumerate(path)) for path in rank_paths(tree)[1:]]
-    wanted = torch.tensor(per_node).exp().sum().item()
-    assert expected_accepted(tree.log_weights).item() == pytest.approx(wanted, rel=1e-5)

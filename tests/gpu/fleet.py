@@ -62,6 +62,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "full": ("ddtree-32", {**EXACT, **EIGHT, **FULL_PREFILL}, {}),
     "dflash-full": ("dflash", {**EXACT, **EIGHT, **FULL_PREFILL}, {}),
     "plain": ("ddtree-32", {**EXACT, **EIGHT}, {"SGLANG_DDTREE_COMMIT_IN_GRAPH": "0"}),
+    "deterministic": ("ddtree-32", {**EXACT, **EIGHT, "enable_deterministic_inference": True}, {}),
     "bf16": ("ddtree-32", EIGHT, {}),
     "flashinfer": ("ddtree-32", FLASHINFER, {}),
     "flashinfer16": ("ddtree-32", {**FLASHINFER, "page_size": 16}, {}),

@@ -22,13 +22,13 @@ from tests.gpu.drafter_parity import parity
 from tests.gpu.fleet import Fleet
 
 MODES = (
-    "ar,soak,ddtree,dflash,chain,eager,page16,wide,prompts,full,dflash-full,plain,bf16,"
-    "flashinfer,flashinfer16,mla-ar,mla"
+    "ar,soak,ddtree,dflash,chain,eager,page16,wide,prompts,full,dflash-full,plain,"
+    "deterministic,bf16,flashinfer,flashinfer16,mla-ar,mla"
 )
 SEVERAL_GPUS = "mla-ranks-ar,mla-ranks,ranks-ar,ranks"
 IDENTITY = (
-    *("ddtree", "dflash", "dflash-full", "chain", "page16", "wide", "prompts", "full", "plain", "bf16"),
-    *("flashinfer", "flashinfer16"),
+    *("ddtree", "dflash", "dflash-full", "chain", "page16", "wide", "prompts", "full", "plain"),
+    *("deterministic", "bf16", "flashinfer", "flashinfer16"),
 )  # fmt: skip
 CONTEXT = 2048  # of `fleet`'s engines
 LONG = (1, 20, 200, 700)  # tokens of the soak's answers: most of its time is to be verify steps, not prompts

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif("DRAFTER" not in os.environ, reason="set MODEL and DRAFTER"),
 ]
-TREES = ["ddtree", "page16", "wide", "prompts", "full", "plain", "flashinfer", "flashinfer16"]
+TREES = ["ddtree", "page16", "wide", "prompts", "full", "plain", "deterministic", "flashinfer", "flashinfer16"]
 
 
 @pytest.fixture(scope="module")

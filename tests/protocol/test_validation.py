@@ -228,7 +228,19 @@ def test_what_is_not_offered_is_refused(change: dict[str, Any], param: str) -> N
     assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("change", [{"echo": True}, {"echo": 0.0}, {"suffix": "x"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"echo": True},
+        {"echo": 0.0},
+        {"suffix": "x"},
+        {"store": True},
+        {"service_tier": "priority"},
+        {"moderation": {"model": "m"}},
+        {"prompt_cache_options": {"mode": "explicit"}},
+        {"prompt_cache_retention": "24h"},
+    ],
+)
 def test_what_completions_do_not_offer_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Unsupported) as caught:
         validate(CompletionRequest, TEXT | change)
@@ -238,6 +250,24 @@ def test_what_completions_do_not_offer_is_refused(change: dict[str, Any]) -> Non
 @pytest.mark.parametrize(("field", "value"), HARMLESS_CHAT.items())
 def test_values_that_change_nothing_are_accepted(field: str, value: Any) -> None:
     validate(ChatRequest, CHAT | {field: value})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"store": False},
+        {"metadata": {}},
+        {"metadata": {"k": "v"}},
+        {"service_tier": "default"},
+        {"safety_identifier": "s"},
+        {"prompt_cache_key": "k"},
+        {"user": "u"},
+        {"echo": False},
+        {"suffix": ""},
+    ],
+)
+def test_what_says_nothing_of_a_completion_is_accepted(change: dict[str, Any]) -> None:
+    validate(CompletionRequest, TEXT | change)
 
 
 def test_roles_are_read_in_any_case() -> None:

@@ -1,6 +1,8 @@
 """Program: answers of SGLang's scheduler on a CPU, in Triton's interpreter, as a line of JSON; see `test_scheduler`.
 
-    TRITON_INTERPRET=1 python -m tests.sglang_plugin.emulated MODE
+    TRITON_INTERPRET=1 python -m tests.sglang_plugin.emulated MODE [CHANGES]
+
+CHANGES: JSON of other server arguments; "block" is the drafter's, "asked" in the place of `ASKED`.
 
 What this program does not do: judge.
 """
@@ -35,24 +37,25 @@ def main() -> None:
             registries.append(self)
 
     prometheus_client.CollectorRegistry = Kept  # the plugin makes its own, in its own time
-    mode = sys.argv[1]
+    mode, given = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    block, asked = given.pop("block", 4), given.pop("asked", ASKED)
     changes: dict[str, Any] = {
         "cuda_graph_max_bs_decode": 2, "cuda_graph_bs_decode": [2], "max_running_requests": 4,
         "max_total_tokens": 2048,
     }  # fmt: skip
     if mode.startswith("ddtree"):
         changes["speculative_eagle_topk"] = 4
-    session = sglang_cpu.Session(mode, Path(tempfile.mkdtemp()), vocabulary=16, block=4, **changes)
+    session = sglang_cpu.Session(mode, Path(tempfile.mkdtemp()), vocabulary=16, block=block, **changes | given)
     scheduler = session.scheduler
     seen: dict[str, Any] = {}
 
     def done(iteration: int) -> bool:
         for batch in (scheduler.running_batch, scheduler.last_batch):
             seen.update({req.rid: req for req in batch.reqs} if batch is not None else {})
-        idle = len(seen) == len(ASKED) and all(req.finished() for req in seen.values()) and not scheduler.last_batch
+        idle = len(seen) == len(asked) and all(req.finished() for req in seen.values()) and not scheduler.last_batch
         return idle or iteration > LIMIT
 
-    session.run([(at, sglang_cpu.request(name, ids, count)) for at, name, ids, count in ASKED], done)
+    session.run([(at, sglang_cpu.request(name, ids, count)) for at, name, ids, count in asked], done)
     free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
     answer: dict[str, Any] = {
         "answers": {name: list(req.output_ids_through_stop) for name, req in sorted(seen.items())},

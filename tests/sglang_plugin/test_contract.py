@@ -56,6 +56,7 @@ def test_every_hook_target_takes_the_arguments_its_hook_expects(sglang: ModuleTy
 
     expected = {
         "__post_init__": ["self"],
+        "_generate_prefill_cuda_graph_batch_sizes": ["self", "max_bs"],
         "get_alloc_len_per_decode": ["server_args"],
         "get_req_to_token_extra_context_len": ["server_args"],
         "validate_dflash_request": ["req", "enable_overlap"],
@@ -100,14 +101,17 @@ def test_other_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_version()
 
 
+@pytest.mark.parametrize("algorithm", ["DDTREE", "DFLASH"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_eager_draft_keeps_the_dtype_of_its_embeddings(sglang: ModuleType, dtype: torch.dtype) -> None:
+def test_an_eager_draft_keeps_the_dtype_of_its_embeddings(
+    sglang: ModuleType, dtype: torch.dtype, algorithm: str
+) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     embeds = torch.ones(2, 4, dtype=dtype)
     batch = SimpleNamespace(input_embeds=embeds, replace_embeds=None, replace_positions=None)
     runner = SimpleNamespace(
-        is_draft_worker=True, server_args=SimpleNamespace(speculative_algorithm="DDTREE"), is_generation=True,
+        is_draft_worker=True, server_args=SimpleNamespace(speculative_algorithm=algorithm), is_generation=True,
         _pp_kwargs=lambda proxies: {},
     )  # fmt: skip
     assert ModelRunner._extend_forward_kwargs(runner, batch, None) == {"input_embeds": embeds}
@@ -173,6 +177,16 @@ def test_plain_arguments_pass() -> None:
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
         ({"speculative_draft_window_size": 512}, "--speculative-draft-window-size"),
         ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single"),
+        ({"enable_lmcache": True}, "--enable-lmcache restores prefixes without what the drafter knows"),
+        ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"radix_cache_backend": "mine"}, "--radix-cache-backend"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_prefill_cp": True}, "--enable-prefill-cp"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"rl_on_policy_target": "fsdp"}, "--rl-on-policy-target"),
+        ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="breakable"))}, "of kind breakable"),
     ],
 )
 def test_a_refusal_names_the_option(changes: dict[str, Any], named: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +59,29 @@ def test_reservations_cover_block_and_tree(resolve: Any, page: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_chains_reservations_stay_in_their_row(resolve: Any, page: int) -> None:
+    """SGLang's DFLASH reserves two blocks ahead; where pages are one token its rows have room for one."""
+    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+
+    args = resolve(speculative_algorithm="DFLASH", attention_backend="triton", page_size=page)
+    assert get_req_to_token_extra_context_len(args) >= 2 * 12 + page
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_window_is_refused_whatever_pool_it_has(resolve: Any) -> None:
+    """`disable_hybrid_swa_memory` gives such a model an ordinary pool; its window counts a tree's rows all the same."""
+    from serve_app.sglang_plugin.plugin import PluginError
+    from serve_app.sglang_plugin.worker import _refuse_model
+
+    runner = SimpleNamespace(model_config=resolve().get_model_config(), is_hybrid_swa=False, sliding_window_size=None)
+    _refuse_model(runner)
+    runner.sliding_window_size = 127
+    with pytest.raises(PluginError, match="sliding-window"):
+        _refuse_model(runner)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_draft_worker_is_told_its_block(resolve: Any) -> None:
     from sglang.srt.runtime_context import get_context
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -87,6 +110,28 @@ def test_full_prefill_graphs_and_trees(resolve: Any) -> None:
     asked = chosen["cuda_graph_config"]["prefill"]
     assert (prefill.backend, prefill.bs, prefill.full_prefill_max_req) == ("full", asked["bs"], 4)
     assert args.cuda_graph_config.decode.max_bs == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("changes", "smallest"),
+    [
+        ({"cuda_graph_backend_prefill": "breakable"}, [1, 2, 4, 8]),
+        ({"cuda_graph_backend_prefill": "tc_piecewise"}, [4, 8, 12, 16]),
+        ({"cuda_graph_bs_prefill": [16, 32]}, [16, 32]),
+        (
+            {
+                "speculative_algorithm": "DFLASH",
+                "attention_backend": "triton",
+                "cuda_graph_backend_prefill": "breakable",
+            },
+            [4, 8, 12, 16],
+        ),
+    ],
+)
+def test_a_prompt_with_one_new_token_finds_a_graph(resolve: Any, changes: dict[str, Any], smallest: list[int]) -> None:
+    prefill = resolve(disable_prefill_cuda_graph=False, **changes).cuda_graph_config.prefill
+    assert prefill.bs[:4] == smallest
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,6 +19,16 @@ from tests.sglang_plugin.conftest import DEVICE
 
 pytestmark = pytest.mark.timeout(900)
 
+DETERMINISTIC = {"enable_deterministic_inference": True}
+SMALL_POOL = {"max_total_tokens": 64}
+# Longer than the defaults, for pools that run full and masks that have been used.
+LONG = [[1, "a", [5, 6, 7, 8], 30], [1, "b", [9, 4, 3], 20], [3, "c", [1] * 7, 25]]
+# To the last token of the context, beside another.
+END = {
+    "block": 16,
+    "context_length": 64,
+    "asked": [[1, "a", [5, 6, 7, 8], 40], [1, "b", [9, 4, 3], 58], [2, "c", [1, 2, 4], 58]],
+}
 WAYS = {
     "ar": {},
     "direct": {},
@@ -30,9 +40,14 @@ WAYS = {
 
 @cache
 def run(way: str) -> dict[str, Any]:
+    return answers("ar" if way == "ar" else "ddtree-8", {}, WAYS[way])
+
+
+def answers(mode: str, changes: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.sglang_plugin.emulated", "ar" if way == "ar" else "ddtree-8"],
-        env={**os.environ, "TRITON_INTERPRET": "1", **WAYS[way]}, cwd=ROOT, capture_output=True, text=True, timeout=880,
+        [sys.executable, "-W", "ignore", "-m", "tests.sglang_plugin.emulated", mode, json.dumps(changes)],
+        env={**os.environ, "TRITON_INTERPRET": "1", **(variables or {})}, cwd=ROOT, capture_output=True, text=True,
+        timeout=880,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -80,3 +95,19 @@ def test_a_direct_replay_is_counted_as_sglangs_is() -> None:
     assert ours == theirs
     assert ours["ddtree_verify_steps_total"] == sum(run("direct")["steps"].values())
     assert ours["ddtree_graph_replays_total,draft"] == ours["ddtree_graph_replays_total,target"] > 0
+
+
+@pytest.mark.parametrize("changes", [DETERMINISTIC, SMALL_POOL], ids=["deterministic", "small pool"])
+def test_longer_answers_are_decodings_too(changes: dict[str, Any]) -> None:
+    """Deterministic inference reads all of the mask, of trees before too; a small pool retracts requests."""
+    asked = {**changes, "asked": LONG}
+    decoded, drafted = answers("ar", asked), answers("ddtree-8", asked)
+    assert drafted["answers"] == decoded["answers"]
+    assert drafted["free"] == decoded["free"] == changes.get("max_total_tokens", 2048)
+
+
+def test_a_chain_ends_with_the_context() -> None:
+    """Its reservations ran into the next request's slots: some were lost, and the scheduler ended with an error."""
+    ended = answers("dflash", END)
+    assert [len(ids) for ids in ended["answers"].values()] == [40, 58, 58]
+    assert ended["free"] == 2048

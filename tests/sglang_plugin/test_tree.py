@@ -119,6 +119,22 @@ def test_the_mask_shows_ancestors_and_leaves_the_prefix_alone(chosen: Options, d
         assert torch.equal(cells[:, start:].bool(), visible[row])
 
 
+def test_a_whole_mask_shows_the_prefix_where_other_trees_have_been() -> None:
+    """Triton's kernel for deterministic inference reads those cells; they held earlier trees, laid out otherwise."""
+    chosen = Options(33, 8, 16)
+    trees, expected = built(chosen, *candidates(chosen))
+    width = chosen.width
+    mask = torch.zeros(int((width * (STARTS + width)).sum()), dtype=torch.bool, device=DEVICE)
+    write_mask(mask, trees.parents, STARTS, whole=True)
+    visible = ancestor_mask(expected.parents)
+    begin = 0
+    for row, start in enumerate(STARTS.tolist()):
+        cells = mask[begin : begin + width * (start + width)].view(width, start + width)
+        begin += cells.numel()
+        assert cells[:, :start].all()
+        assert torch.equal(cells[:, start:], visible[row])
+
+
 @pytest.mark.parametrize("spine", [False, True])
 def test_unusable_log_probs_still_give_a_full_tree(spine: bool) -> None:
     chosen = Options(33, 8, 16, spine)

@@ -6,14 +6,15 @@ What this module does not do: import SGLang, or check values that it checks itse
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from serve_app.config import Config
 from serve_app.errors import ConfigError
+from serve_app.sglang_plugin.args import NOT_WITH_DRAFTS
 
-DEFAULT_BUDGET = 32
 # Fields of ServerArgs that the configuration decides, by the key that does.
 DECIDED = {
     "model_path": "model.source",
@@ -52,6 +53,8 @@ FIXED = frozenset(
     (
         *("enable_metrics", "incremental_streaming_output", "skip_tokenizer_init", "tokenizer_worker_num"),
         *("detokenizer_worker_num", "log_requests", "export_metrics_to_file"),
+        # It would give every request what the engine refuses, or does not expect: penalties, stops, more choices.
+        "preferred_sampling_params",
         *("custom_sigquit_handler", "is_embedding", "nnodes", "node_rank", "pp_size", "host", "port", "api_key"),
     )
 )
@@ -64,10 +67,13 @@ def server_arguments(config: Config, target: Path, drafter: Path | None, known: 
         target, drafter: directories; no drafter decodes one token a step. known: the names of ServerArgs' fields.
 
     Raises:
-        ConfigError: a key of `sglang.server_args` that SGLang does not know, or that is not to be set there.
+        ConfigError: a key of `sglang.server_args` that SGLang does not know, that is not to be set there, or that does
+            not go with drafts.
     """
     full_prefill = config.sglang.prefill_graphs == "full"
     check_names(config.sglang.server_args, known, DECIDED | DECIDED_BY_FULL_PREFILL if full_prefill else DECIDED)
+    if drafter is not None:
+        check_drafts(config)
     model, engine, sglang = config.model, config.engine, config.sglang
     tp_size = max(1, int(config.replica.num_gpus)) if sglang.tp_size == "auto" else sglang.tp_size
     chosen: dict[str, Any] = {
@@ -101,11 +107,11 @@ def speculation(config: Config, drafter: Path | None) -> dict[str, Any]:
         return {}
     if settings.method == "chain":
         return {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(drafter)}
-    budget = DEFAULT_BUDGET if settings.budget == "auto" else settings.budget
     return {
         "speculative_algorithm": "DDTREE",
         "speculative_draft_model_path": str(drafter),
-        "speculative_num_draft_tokens": budget + 1,
+        # Without a number the plugin has its own.
+        "speculative_num_draft_tokens": None if settings.budget == "auto" else settings.budget + 1,
         "speculative_eagle_topk": settings.top_k,
     }
 
@@ -139,6 +145,33 @@ def environment(config: Config) -> dict[str, str]:
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         "SGLANG_DDTREE_SPINE_FIRST": "1" if config.speculation.spine_first else "0",
     }
+
+
+def check_drafts(config: Config) -> None:
+    """Raises ConfigError for what gives wrong answers, or none, with a drafter. What else does not go with draft trees
+    the plugin refuses, when SGLang resolves its arguments."""
+    given = config.sglang.server_args
+    method = f"speculation.method {config.speculation.method}"
+    for name, why in NOT_WITH_DRAFTS.items():
+        if given.get(name):
+            param = f"sglang.server_args.{name}"
+            raise ConfigError(f"{param} does not go with {method}: it {why}", param=param)
+    if (given.get("attn_cp_size") or 1) > 1:
+        param = "sglang.server_args.attn_cp_size"
+        raise ConfigError(f"{param}: {method} needs all of a prompt's features on each rank", param=param)
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if given.get(name, 1.0) != 1.0:
+            param = f"sglang.server_args.{name}"
+            raise ConfigError(f"{param}: answers are the target's own with {method}", param=param)
+    if config.speculation.method == "chain" and _number(os.environ.get("SGLANG_SIMULATE_ACC_LEN")) > 0:
+        raise ConfigError("SGLANG_SIMULATE_ACC_LEN makes SGLang answer with drafts unseen", param="speculation.method")
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:
+        return 0.0  # SGLang's own to refuse
 
 
 def check_names(given: Collection[str], known: Collection[str], decided: Mapping[str, str]) -> None:

@@ -84,7 +84,8 @@ def parts_of(manager: Any, info: dict[str, Any], templates: Any) -> Parts:
         end_tokens=_end_tokens(tokenizer, model),
         offer=Offer(
             arguments.speculative_algorithm,
-            seeds=bool(arguments.enable_deterministic_inference),
+            # SGLang's DFLASH samples with random numbers of its own.
+            seeds=bool(arguments.enable_deterministic_inference) and arguments.speculative_algorithm != "DFLASH",
             grammars=has_grammars(arguments.grammar_backend, bool(arguments.reasoning_parser)),
         ),
         tooling=Tooling(manager, templates),

@@ -12,17 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve_app.engines.local.stopping import Ending, TextStream
-from serve_app.engines.sglang.reading import Call, Pieces, ReasoningReader, Said, ToolReader
+from serve_app.engines.sglang.pieces import Pieces
+from serve_app.engines.sglang.reading import Call, Said, ToolReader
+from serve_app.engines.sglang.reasoning import ReasoningReader
 from serve_app.errors import InvalidRequest
 
 
 class Reader:
-    """Both. `exact`, of the reasoning: see `ReasoningReader`."""
+    """Both. `exact`, of the reasoning: see `ReasoningReader`.
 
-    def __init__(self, reasoning: ReasoningReader | None, tools: ToolReader | None) -> None:
-        self._reasoning, self._tools = reasoning, tools
+    Args:
+        closing: the token that is the tools' `closing` mark, None where none is.
+    """
+
+    def __init__(self, reasoning: ReasoningReader | None, tools: ToolReader | None, closing: int | None = None) -> None:
+        self._reasoning, self._tools, self._closing = reasoning, tools, closing
         marks = [*(reasoning.marks if reasoning else ()), *(tools.marks if tools else ())]
         self._pieces = Pieces(marks)
+        self._again = Pieces(tools.marks if tools else ()) if reasoning else None
         self.said = Said()
 
     @property
@@ -48,10 +55,16 @@ class Reader:
     def _rest(self, text: str) -> None:
         if self._tools is None:
             self.said.content += text
-        elif text:
+        elif self._again is None:
             self._tools.push(text, self.said)
+        else:  # some reasoning parsers put pieces together
+            for piece in [*self._again.push(text), *self._again.flush()]:
+                self._tools.push(piece, self.said)
 
-    def end(self) -> None:
+    def end(self, token: int | None = None) -> None:
+        """`token`: the one that ended the answer, where one did. It is no text, but may be the mark behind a call."""
+        if self._tools is not None and token is not None and token == self._closing:
+            self.push(self._tools.closing)
         for piece in self._pieces.flush():
             self._piece(piece)
         if self._reasoning is not None:
@@ -97,7 +110,8 @@ class ParsedStream:
         _, text, ending = self._text.push([token])
         self._reader.push(text)
         if ending is not None:
-            self._reader.end()
+            by_token = ending.reason == "stop" and not isinstance(ending.detail, str)
+            self._reader.end(token if by_token else None)
         self._reasoning += bool(before or self._reader.reasons)
         return self.ended(ending) if ending is not None or self._reader.full else None
 

@@ -1,13 +1,14 @@
-"""Pieces of an answer → content, reasoning and tool calls, by SGLang's own parsers.
+"""Pieces of an answer → content and tool calls, by SGLang's own parsers.
 
-SGLang's parsers want their text in pieces, and what they find depends on where the pieces end. So each of their marks
-is a piece of its own.
+What these find depends on where the pieces end. So each mark, and what looks like one, is a piece of its own, and
+within a call the pieces end where the text says, not its tokens.
 
 A parser keeps what may still become a call, and forgets what did not: what it took and made nothing of is text here,
 but for the end of a malformed call after one that was told. What it did not say of a call's arguments in pieces, its
 reading of the whole text does.
 
-What this module does not do: know a format, or SGLang's classes (`tooling` makes them); tokens (`parsed`).
+What this module does not do: know a format, or SGLang's classes (`tool_parsers`); cut marks out (`pieces`); reasoning
+(`reasoning`); tokens (`parsed`).
 """
 
 from __future__ import annotations
@@ -18,49 +19,37 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from serve_app.engines.local.stopping import overlap
+from serve_app.engines.sglang.pieces import MARKUP, SHORTEST_MARK
 
 logger = logging.getLogger(__name__)
 # Within a call a parser reads all of it again for each piece: it gets pieces of at least this share of what it has, so
-# that a call costs what it is long.
+# that a call costs what it is long. In a short one a bracket ends a piece too: it may be the end of the call.
 _SHARE = 64
-# Shorter ones, such as a bracket, are in any text.
-_SHORTEST_MARK = 4
-_MARKUP = re.compile(r"</?[\w|\uff5c\u2581]+>|```")
+_LEAST = 4
+_CLOSING = "}])>"
+_MARKS = re.compile(f"{MARKUP.pattern}|```")
 
 
 class ToolParser(Protocol):
-    """SGLang's FunctionCallParser, or what reads an array of calls. `detector` has the format's marks."""
+    """Reads calls (`tool_parsers`).
 
-    detector: Any
+    Attributes:
+        opening, closing: around the calls, empty where the format has none. left: how many calls it has left behind;
+            one of a lower number has all of its arguments.
+    """
+
+    @property
+    def opening(self) -> str: ...
+
+    @property
+    def closing(self) -> str: ...
+
+    @property
+    def left(self) -> int: ...
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, Sequence[Any]]: ...
 
     def parse_non_stream(self, full_text: str) -> tuple[str, Sequence[Any]]: ...
-
-
-class Pieces:
-    """Cuts a text around marks; what may still become one is held back."""
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = [mark for mark in marks if mark and len(mark) >= _SHORTEST_MARK]
-        self._held = ""
-
-    def push(self, text: str) -> list[str]:
-        self._held += text
-        pieces = []
-        while found := [(at, len(mark)) for mark in self._marks if (at := self._held.find(mark)) >= 0]:
-            at, length = min(found)
-            pieces += [self._held[:at], self._held[at : at + length]]
-            self._held = self._held[at + length :]
-        cut = len(self._held) - max((overlap(self._held, mark) for mark in self._marks), default=0)
-        pieces.append(self._held[:cut])
-        self._held = self._held[cut:]
-        return [piece for piece in pieces if piece]
-
-    def flush(self) -> list[str]:
-        held, self._held = self._held, ""
-        return [held] if held else []
 
 
 class Call:
@@ -110,6 +99,7 @@ class ToolReader:
 
     Attributes:
         calls: those of the answer. full: it has all that it may have. marks: of the format, those that are no text.
+        closing: the last of them, empty where there is none.
     """
 
     def __init__(
@@ -127,8 +117,9 @@ class ToolReader:
         self._space = ""  # it is text if text follows, and the format's where a call does
         self._raw = False  # within a call that is none
         self._renew()
-        self._open, self._close = str(self._parser.detector.bot_token), str(self._parser.detector.eot_token)
-        self.marks = [mark for mark in (self._open, self._close) if len(mark) >= _SHORTEST_MARK]
+        self._open, self._close = self._parser.opening, self._parser.closing
+        self.closing = self._close if len(self._close) >= SHORTEST_MARK else ""
+        self.marks = [mark for mark in (self._open, self._close) if len(mark) >= SHORTEST_MARK]
 
     def _renew(self) -> None:
         """A parser for what follows. `_block`: all that it got. `_taken`: what it got since it last gave something.
@@ -142,12 +133,27 @@ class ToolReader:
     def push(self, piece: str, said: Said) -> None:
         if piece in self.marks:
             self._flush(said)
-        elif self._cut or self._began(self._taken):
-            self._wait += piece
-            if len(self._wait) >= len(self._block) // _SHARE:
+            return self._push(piece, said)
+        parts = [piece] if MARKUP.fullmatch(piece) else piece
+        for at, part in enumerate(parts):
+            if not (self._wait or self._within):
+                return self._push("".join(parts[at:]), said)
+            self._wait += part
+            least = max(_LEAST, len(self._block) // _SHARE)
+            if len(self._wait) >= least or (least == _LEAST and part in _CLOSING):
                 self._flush(said)
-            return
-        self._push(piece, said)
+        return None
+
+    @property
+    def _within(self) -> bool:
+        """Whether what comes is not simply text."""
+        return self._cut or self._began(self._taken) or self._lists
+
+    @property
+    def _lists(self) -> bool:
+        """Whether the block is calls in brackets, which are no marks, and has a whole one."""
+        listed = bool(self._close) and self._close not in self.marks and self._open in self._block
+        return listed and len(self.calls) > self._first and not self._cut
 
     def _flush(self, said: Said) -> None:
         piece, self._wait = self._wait, ""
@@ -171,17 +177,51 @@ class ToolReader:
             if not self._items(items, said):
                 self._raw = piece != self._close  # it calls what there is not
                 return self._give_up(said)
+            if self._lists:
+                self._list(piece, said)
         elif text.strip() and self._began(before):
             self._raw = piece != self._close  # the parser gave up what it had taken for a call
             return self._give_up(said)
+        elif self._lists:
+            self._list(piece, said)
         elif text and (text.strip() or not before):
-            self._shown(text, said)
+            self._shown(self._whole(text), said)
+        self._without_arguments(said)
         if piece == self._close:
             if piece in self.marks:
                 self._closed(said)
             elif self._one and self.calls and not self._cut:
                 self.full = True  # a bracket behind the call
         return None
+
+    def _list(self, piece: str, said: Said) -> None:
+        """Behind a call in brackets, where a parser may take further ones for text: wait for the end of the list."""
+        self.full |= self._one and bool(self._taken.strip())
+        if self.full or self._close not in piece:
+            return
+        begin = self._block.index(self._open) + len(self._open) - 1
+        try:
+            found, end = json.JSONDecoder().raw_decode(self._block, begin)
+        except (ValueError, RecursionError):
+            return
+        self._look_back(said)
+        if len(found) > len(self.calls) - self._first:
+            return self._give_up(said)  # it calls what there is not
+        rest = self._block[end:]
+        self._renew()
+        self._text(rest, said)
+
+    def _whole(self, text: str) -> str:
+        """What was taken, where the text is that without the brackets that a parser takes for marks."""
+        if not self._close or self._close in self.marks:
+            return text
+        return self._taken if text.strip() == self._taken.replace(self._close, "").strip() else text
+
+    def _without_arguments(self, said: Said) -> None:
+        """The calls that the parser has left behind, of which it said no more than the names."""
+        for number, index in self._numbers.items():
+            if number < self._parser.left and not self.calls[index].arguments:
+                self._add(index, self.calls[index], "{}", said)
 
     def _feed(self, parse: Callable[[str], tuple[str, Sequence[Any]]], text: str) -> tuple[str, Sequence[Any]]:
         try:
@@ -200,11 +240,17 @@ class ToolReader:
         """Whether the block's last call is not whole."""
         return len(self.calls) > self._first and not self.calls[-1].whole
 
+    @property
+    def _bare(self) -> str:
+        """What was taken, without marks."""
+        taken = self._taken.replace(self._close, "") if self._close in self.marks else self._taken
+        return _MARKS.sub("", taken).strip()
+
     def _closed(self, said: Said) -> None:
         """A block of calls ended, unless the mark is a part of an argument."""
         if self._cut or self._began(self._taken):
             self._look_back(said)
-        if self._began(self._taken):
+        if self._began(self._taken) or (len(self.calls) == self._first and self._bare):
             self._give_up(said)
         elif self._cut:
             self._shut = True
@@ -227,9 +273,11 @@ class ToolReader:
         self._items(items, said)
         self._look_back(said)
         if self._shut or not self._cut:
-            bare = _MARKUP.sub("", self._taken.replace(self._close, "")).strip()
-            # Marks by themselves, and those behind a call, are the format's.
-            self._text(self._taken if bare and len(self.calls) == self._first else bare, said)
+            # Marks by themselves, and what closes a call, are the format's.
+            if len(self.calls) > self._first:
+                self._text(self._bare if self._bare.strip(_CLOSING) else "", said)
+            else:
+                self._text(self._taken if self._bare else "", said)
         if not self.calls:
             said.content += self._space
 
@@ -287,7 +335,7 @@ class ToolReader:
         self._add(index, self.calls[index], arguments or "", said)
 
     def _add(self, index: int, call: Call, arguments: str, said: Said) -> None:
-        if arguments:
+        if arguments and not call.whole:
             call.arguments += arguments
             entry = said.calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
             entry["function"]["arguments"] += arguments
@@ -301,35 +349,3 @@ class ToolReader:
         shown = (self._space + text).rstrip()
         self._space = (self._space + text)[len(shown) :]
         said.content += shown
-
-
-class ReasoningReader:
-    """Reasoning and the rest.
-
-    Args:
-        parser: SGLang's ReasoningParser. exact: whether its state tells for each token what it is.
-    """
-
-    def __init__(self, parser: Any, exact: bool) -> None:
-        self._parser = parser
-        self.exact = exact
-        detector = parser.detector
-        self.marks = [detector.think_start_token, detector.think_end_token, detector.tool_start_token or ""]
-
-    @property
-    def inside(self) -> bool:
-        return bool(self._parser.detector._in_reasoning)
-
-    def push(self, piece: str, said: Said) -> str:
-        """Returns what is no reasoning."""
-        reasoning, rest = self._parser.parse_stream_chunk(piece)
-        said.reasoning += reasoning or ""
-        return rest or ""
-
-    def end(self, said: Said) -> str:
-        held = self._parser.detector._buffer if self.exact else ""  # what might have become a mark
-        reasoning, rest = self._parser.parse_stream_end()
-        if held and not (reasoning or rest):
-            reasoning, rest = (held, "") if self.inside else ("", held)
-        said.reasoning += reasoning or ""
-        return rest or ""

@@ -36,14 +36,15 @@ def refuse(request: GenerateRequest, offer: Offer) -> None:
         # SGLang's counts the answer alone; what the field means counts the prompt too.
         raise Unsupported("repetition_penalty is not offered by this engine", param="repetition_penalty")
     penalties = [name for name, neutral in _PENALTIES.items() if getattr(params, name) != neutral]
-    if offer.algorithm == "DDTREE":
-        # They would need one state per path of the tree.
+    if offer.algorithm is not None:
+        # They would need one state per path of the tree; SGLang's DFLASH takes them and leaves them out.
+        drafts = "draft trees" if offer.algorithm == "DDTREE" else "speculation.method chain"
         for name in penalties:
-            raise Unsupported(f"{name} is not offered with draft trees", param=name)
+            raise Unsupported(f"{name} is not offered with {drafts}", param=name)
         if params.min_tokens:
-            raise Unsupported("min_tokens is not offered with draft trees", param="min_tokens")
-    if offer.algorithm == "DFLASH" and params.logprobs is not None:
-        raise Unsupported("logprobs are not offered with speculation.method chain", param="logprobs")
+            raise Unsupported(f"min_tokens is not offered with {drafts}", param="min_tokens")
+    if offer.algorithm == "DFLASH":
+        _refuse_for_chain(params)
     if params.seed is not None and params.temperature > 0 and not offer.seeds:
         raise Unsupported(
             "seed needs sglang.server_args.enable_deterministic_inference, which is off here", param="seed"
@@ -59,6 +60,16 @@ def refuse(request: GenerateRequest, offer: Offer) -> None:
     if request.emitted and (penalties or params.json_schema is not None):
         # Neither knows what another engine emitted.
         raise Unsupported("an answer with penalties or a grammar cannot be continued", param="emitted")
+
+
+def _refuse_for_chain(params: SamplingParams) -> None:
+    """What SGLang's DFLASH refuses, or takes and leaves out: it samples with random numbers of its own."""
+    if params.logprobs is not None:
+        raise Unsupported("logprobs are not offered with speculation.method chain", param="logprobs")
+    if params.temperature > 0 and params.min_p > 0:
+        raise Unsupported("min_p is not offered with speculation.method chain", param="min_p")
+    if params.temperature > 0 and params.seed is not None:
+        raise Unsupported("seed is not offered with speculation.method chain", param="seed")
 
 
 def sampling_params(params: SamplingParams, max_new_tokens: int, seed: int | None) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from serve_app.config import SglangConfig
 from serve_app.engines.base import GenerateRequest
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.parsed import Reader
-from serve_app.engines.sglang.reading import ReasoningReader, ToolParser, ToolReader
+from serve_app.engines.sglang.reading import ToolParser, ToolReader
+from serve_app.engines.sglang.reasoning import ReasoningReader
+from serve_app.engines.sglang.tool_parsers import ArrayParser, HarmonyParser, NativeParser
 from serve_app.errors import ConfigError, InvalidRequest, Unsupported
 
 # SGLang's other grammar backends know neither a tag that must come nor the newer kind of tags; to them a mark that is a
@@ -77,6 +79,7 @@ class Tooling:
         self._defaults = dict(arguments.default_chat_template_kwargs or {})
         self._tags = arguments.grammar_backend in _TAGS
         self._serving: Any = None
+        self._known: dict[str, int | None] = {}
         if self.tools or self.reasoning:
             from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
@@ -115,7 +118,7 @@ class Tooling:
         self._serving._patch_reasoning_skip_special_tokens(asked)
         reader = None
         if splits or read_tools:
-            reader = _Readers(self._reasoning(asked) if splits else None, read_tools)
+            reader = _Readers(self._reasoning(asked) if splits else None, read_tools, self._token)
         return Plan(
             _prompt(request, asked, tools),
             grammar,
@@ -166,10 +169,13 @@ class Tooling:
         """What holds the answer to calls, where something must, and who reads them. Raises InvalidRequest or
         Unsupported, naming the field."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
+
+        def make() -> FunctionCallParser:
+            return FunctionCallParser(asked.tools, self._tool_parser, tokenizer=self._tokenizer)
 
         def native() -> ToolParser:
-            parser: ToolParser = FunctionCallParser(asked.tools, self._tool_parser, tokenizer=self._tokenizer)
-            return parser
+            return HarmonyParser(make) if isinstance(detector, GptOssDetector) else NativeParser(make())
 
         called = sum(len(message.get("tool_calls") or ()) for message in request.messages or ())
 
@@ -177,12 +183,12 @@ class Tooling:
             return lambda: ToolReader(make, names, lambda name, index: self._call_id(name, index, called), one, must)
 
         one, must = not request.parallel_tool_calls, request.tool_choice != "auto"
-        detector: Any = native().detector
+        detector: Any = make().detector
         tagged = detector.supports_structural_tag()
         allowed = _allowed(request, asked.tools)
         names = {tool.function.name for tool in allowed}
         if must and not (tagged and self._tags) and not detector.parses_required_natively():
-            return _array_grammar(allowed, not one), reader(lambda: _Array(asked.tools))
+            return _array_grammar(allowed, not one), reader(lambda: ArrayParser(asked.tools))
         held = must or any(tool.function.strict for tool in allowed)
         parser = FunctionCallParser(
             [_object_arguments(tool) for tool in allowed] if held and _takes_any_json(detector) else allowed,
@@ -202,6 +208,13 @@ class Tooling:
             )
         return ({constraint[0]: _text(constraint[1])} if constraint else {}), reader(native)
 
+    def _token(self, mark: str) -> int | None:
+        """The token that is a mark, None where it is several."""
+        if mark and mark not in self._known:
+            tokens = self._tokenizer.encode(mark, add_special_tokens=False)
+            self._known[mark] = tokens[0] if len(tokens) == 1 else None
+        return self._known.get(mark)
+
     def _call_id(self, name: str, index: int, called: int) -> str:
         """In the form that the model's own template wants to see again."""
         from sglang.srt.function_call.core_types import ToolCallItem
@@ -217,33 +230,11 @@ class _Readers:
 
     reasoning: Callable[[], ReasoningReader] | None
     tools: Callable[[], ToolReader] | None
+    token: Callable[[str], int | None]
 
     def __call__(self) -> Reader:
-        return Reader(self.reasoning() if self.reasoning else None, self.tools() if self.tools else None)
-
-
-class _Array:
-    """Reads an array of calls, what an answer is where a JSON schema holds it to calls. Nothing in it is text."""
-
-    def __init__(self, tools: Sequence[Any]) -> None:
-        from sglang.srt.function_call.json_array_parser import JsonArrayParser
-
-        self.detector, self._tools = JsonArrayParser(), tools
-
-    def parse_stream_chunk(self, chunk_text: str) -> tuple[str, Sequence[Any]]:
-        return "", self.detector.parse_streaming_increment(chunk_text, self._tools).calls
-
-    def parse_non_stream(self, full_text: str) -> tuple[str, Sequence[Any]]:
-        from sglang.srt.function_call.core_types import ToolCallItem
-
-        try:
-            calls = orjson.loads(full_text)
-        except ValueError:
-            return "", ()  # it was cut
-        return "", [
-            ToolCallItem(tool_index=index, name=call["name"], parameters=orjson.dumps(call["parameters"]).decode())
-            for index, call in enumerate(calls)
-        ]
+        tools = self.tools() if self.tools else None
+        return Reader(self.reasoning() if self.reasoning else None, tools, self.token(tools.closing) if tools else None)
 
 
 def has_grammars(backend: str | None, reasoning: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from serve_app.engines.local.detokenizer import make_detokenizer
 from serve_app.engines.local.stopping import TextStream
 from serve_app.engines.local.vocabulary import Vocabulary
 from serve_app.engines.sglang.parsed import ParsedStream
+from serve_app.engines.sglang.reading import Said
 from serve_app.engines.sglang.tooling import Plan, Tooling
 from tests.engines.local.conftest import write_tokenizer
 
@@ -30,6 +32,7 @@ SPECIAL_MARKS = [
         "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>",
     ),
+    "<|call|>",
 ]
 TEMPLATE = (
     "{% if not enable_thinking is defined %}{% set enable_thinking = true %}{% endif %}"
@@ -74,7 +77,7 @@ class Told:
     finish: str | None = None
     reasoning_tokens: int | None = None
 
-    def add(self, stream: ParsedStream, content: str) -> None:
+    def add(self, stream: ParsedStream | Said, content: str) -> None:
         delta = stream.delta() or {}
         self.content += content
         self.reasoning += delta.get("reasoning_content", "")
@@ -120,14 +123,29 @@ class Rig:
         sampling = fields.pop("sampling", SamplingParams())
         return self.tooling.plan(GenerateRequest("r", sampling, messages=asked, tools=tools, **fields))
 
-    def stream(self, plan: Plan, max_tokens: int = 10_000, **sampling: Any) -> ParsedStream:
+    def stream(
+        self, plan: Plan, max_tokens: int = 10_000, ends: Collection[int] = (END,), **sampling: Any
+    ) -> ParsedStream:
         assert plan.read is not None
         vocabulary = self.tooling.spelled if plan.spelled else self.vocabulary
-        text = TextStream(SamplingParams(**sampling), make_detokenizer(vocabulary), max_tokens, {END})
+        text = TextStream(SamplingParams(**sampling), make_detokenizer(vocabulary), max_tokens, ends)
         return ParsedStream(text, plan.read())
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def read(self, plan: Plan, pieces: Iterable[str]) -> Told:
+        """What is told of an answer whose tokens are these pieces of it."""
+        assert plan.read is not None
+        reader, told = plan.read(), Told()
+        for piece in pieces:
+            reader.push(piece)
+            said = reader.take()
+            told.add(said, said.content)
+        reader.end()
+        said = reader.take()
+        told.add(said, said.content)
+        return told
 
     def told(
         self, plan: Plan, text: str | list[int], cut: int = 0, block: int = 0, end: bool = True, **sampling: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from serve_app.config import load_config
 from serve_app.engines.sglang.arguments import DECIDED, FIXED, environment, server_arguments
 from serve_app.engines.sglang.loading import prepare
 from serve_app.errors import ConfigError
+from serve_app.sglang_plugin.args import NOT_WITH_DRAFTS
 from tests.conftest import require_sglang
 
 TARGET, DRAFTER = Path("/models/t"), Path("/models/d")
@@ -22,16 +24,19 @@ def arguments(drafter: Path | None = DRAFTER, known: set[str] = KNOWN, **section
     return server_arguments(load_config(tree, use_env=False), TARGET, drafter, known)
 
 
-def test_the_defaults_draft_trees_of_32_nodes() -> None:
+def test_the_defaults_draft_trees_of_the_plugins_size() -> None:
     made = arguments()
     assert made["model_path"] == "/models/t" and made["max_running_requests"] == 8 and made["tp_size"] == 1
     drafts = {name: value for name, value in made.items() if name.startswith("speculative_")}
     assert drafts == {
         "speculative_algorithm": "DDTREE",
         "speculative_draft_model_path": "/models/d",
-        "speculative_num_draft_tokens": 33,
         "speculative_eagle_topk": 8,
     }
+
+
+def test_a_budget_leaves_the_root_out() -> None:
+    assert arguments(speculation={"budget": 15})["speculative_num_draft_tokens"] == 16
 
 
 def test_what_nobody_set_is_left_to_sglang() -> None:
@@ -111,12 +116,33 @@ def test_further_arguments_pass_through() -> None:
         ("none_of_them_at_all", "no such argument"),
         ("model_path", "decided by model.source"),
         ("skip_tokenizer_init", "set by the engine"),
+        ("preferred_sampling_params", "set by the engine"),
     ],
 )
 def test_a_wrong_name_is_refused_with_its_path(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         arguments(sglang={"server_args": {name: 1}})
     assert caught.value.param == f"sglang.server_args.{name}"
+
+
+@pytest.mark.parametrize("method", ["chain", "ddtree"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, True) for name in NOT_WITH_DRAFTS), ("attn_cp_size", 2), ("speculative_accept_threshold_acc", 0.5)],
+)
+def test_what_does_not_go_with_a_drafter_is_refused_with_its_path(method: str, name: str, value: Any) -> None:
+    sections = {"sglang": {"server_args": {name: value}}, "speculation": {"method": method}}
+    with pytest.raises(ConfigError, match=f"speculation.method {method}") as caught:
+        arguments(known={*KNOWN, name}, **sections)
+    assert caught.value.param == f"sglang.server_args.{name}"
+    assert arguments(None, known={*KNOWN, name}, **sections)[name] == value
+
+
+@pytest.mark.parametrize(("length", "refused"), [("4", True), ("-1", False), ("", False), ("x", False)])
+def test_simulated_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch, length: str, refused: bool) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", length)
+    with pytest.raises(ConfigError, match="SGLANG_SIMULATE_ACC_LEN") if refused else nullcontext():
+        arguments(speculation={"method": "chain"})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +163,7 @@ def test_every_name_is_one_of_sglangs() -> None:
     from sglang.srt.server_args import ServerArgs
 
     known = set(ServerArgs.__dataclass_fields__)
-    assert set(arguments()) | set(DECIDED) | FIXED <= known
+    assert set(arguments()) | set(DECIDED) | FIXED | set(NOT_WITH_DRAFTS) <= known
 
 
 def test_another_release_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from serve_app.engines.local.stopping import Ending
 from serve_app.engines.sglang.reading import Call, Said, ToolReader
 from serve_app.errors import InvalidRequest
-from tests.engines.sglang.parsers import TOOLS, Rig, write_marked
+from tests.engines.sglang.parsers import Rig, write_marked
 
 HELLO = "Hello there, a < b."
 WEATHER, NOW = '{"name": "weather", "arguments": {"city": "Paris é 🌍 \\"q\\""}}', '{"name": "now", "arguments": {}}'
@@ -65,7 +65,7 @@ ILL: list[tuple[str, str, str, list[list[str]]]] = [
     (
         "qwen",
         block('{"name": "weather", "arguments": {"city": Paris}}', NOW),
-        ', "arguments": {"city": Paris}}\n</tool_call>',
+        '"arguments": {"city": Paris}}\n</tool_call>',
         [["weather", ""], ["now", "{}"]],
     ),
     ("kimi_k2", "<|tool_calls_section_begin|> text", None, []),
@@ -228,7 +228,9 @@ def test_an_answer_that_has_all_of_its_calls_stays_so() -> None:
     """Also where a parser gives text together with the mark behind them."""
     told = {"</call>": ("behind", []), "{}": ("", [SimpleNamespace(tool_index=0, name="now", parameters="{}")])}
     parser = SimpleNamespace(
-        detector=SimpleNamespace(bot_token="<call>", eot_token="</call>"),
+        opening="<call>",
+        closing="</call>",
+        left=-1,
         parse_stream_chunk=lambda text: told.get(text, ("", [])),
         parse_non_stream=lambda text: ("", []),
     )
@@ -284,12 +286,22 @@ def test_brackets_within_arguments_are_no_marks_of_an_array(path: Path, one: boo
     assert told.called == [("weather", arguments), *([] if one else [("now", {})])]
 
 
-def test_what_was_told_as_text_is_no_call_too(path: Path) -> None:
-    """SGLang's reading of Mistral's array in pieces ends with its first call, that of the whole text does not."""
-    rig = Rig(path, "mistral")
-    first, second = '{"name": "weather", "arguments": {"city": "[x]"}}', '{"name": "now", "arguments": {}}'
-    told = everywhere(rig, f"[TOOL_CALLS] [{first}, {second}]")
-    assert (told.content, told.called) == (f", {second}", [("weather", {"city": "[x]"})])
+def test_what_was_told_as_text_is_no_call_too() -> None:
+    """Where the reading of the whole text finds a call that the one in pieces gave as text."""
+    items = [SimpleNamespace(tool_index=index, name="now", parameters="{}") for index in range(2)]
+    told = {"call": ("", items[:1]), "text": ("text", [])}
+    parser = SimpleNamespace(
+        opening="<call>",
+        closing="",
+        left=-1,
+        parse_stream_chunk=lambda text: told.get(text, ("", [])),
+        parse_non_stream=lambda text: ("", items),
+    )
+    reader, said = ToolReader(lambda: parser, {"now"}, lambda name, index: "id", one=False, must=False), Said()
+    for piece in ("<call>", "call", "text"):
+        reader.push(piece, said)
+    reader.end(said)
+    assert (said.content, len(reader.calls)) == ("text", 1)
 
 
 def test_mistrals_compact_calls_are_told_where_brackets_are_tokens(path: Path) -> None:
@@ -347,17 +359,3 @@ def test_a_long_call_is_read_in_fewer_pieces(path: Path, parser: str, monkeypatc
     told = rig.told(rig.plan(), text)
     assert told.called == [("weather", json.loads(long))] and len(told.calls[0][1]) == len(long)
     assert len(pieces) < 500 < len(rig.ids(text)) / 10
-
-
-def test_every_parser_of_sglang_tells_plain_text(path: Path) -> None:
-    """None of the formats loses what is none of its own."""
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-    # Theirs alone have no plain text.
-    own = {"deepseekv32", "deepseekv4", "kimi_k3", "gpt-oss", "inkling", "cohere_command4"}
-    lost = {}
-    for parser in sorted(set(FunctionCallParser.ToolCallParserEnum) - own):
-        told = everywhere(Rig(path, parser), HELLO)
-        if (told.content, told.calls) != (HELLO, {}):
-            lost[parser] = told
-    assert not lost and TOOLS
