@@ -18,7 +18,7 @@ import orjson
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import DeadlineExceeded, NotReady, Overloaded, ReplicaLost, ServeError
+from serve_app.errors import DeadlineExceeded, NotReady, Overloaded, ReplicaLost, RouteNotFound, ServeError
 from serve_app.protocol import DONE, error_frames
 
 logger = logging.getLogger("ray.serve.ddtree.edge")
@@ -61,6 +61,9 @@ class Edge:
         self._app, self._watched = app, watched
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await _refuse_websocket(scope, send)
+            return
         if scope["type"] != "http" or scope["path"] in SERVES_OWN:
             await self._app(scope, receive, send)
             return
@@ -124,19 +127,30 @@ class _Answer:
     async def finish(self) -> None:
         """Say what the proxy left unsaid. A client that left does not hear it."""
         if not self._started:
-            await self._whole(self.failure or _lost())
+            await _whole(self._send, self.failure or _lost(), self._request_id)
         elif self._stream and not self._ended:
             await self._send({"type": "http.response.body", "body": _broken_off(), "more_body": False})
 
-    async def _whole(self, error: ServeError) -> None:
-        body = orjson.dumps(error.body())
-        headers = {
-            "content-type": "application/json", "content-length": str(len(body)),
-            REQUEST_ID_HEADER: self._request_id, **error.headers(),
-        }  # fmt: skip
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": error.status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body})
+
+async def _whole(send: Send, error: ServeError, request_id: str, kind: str = "http.response") -> None:
+    body = orjson.dumps(error.body())
+    headers = {
+        "content-type": "application/json", "content-length": str(len(body)),
+        REQUEST_ID_HEADER: request_id, **error.headers(),
+    }  # fmt: skip
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": f"{kind}.start", "status": error.status, "headers": raw})
+    await send({"type": f"{kind}.body", "body": body})
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    """The application has none, and Serve's own routes fail on one."""
+    kind = "websocket.http.response"
+    if kind not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})  # the server says no in its own way
+        return
+    error = RouteNotFound("There are no WebSockets here; an answer may stream as server-sent events.")
+    await _whole(send, error, clean_headers(scope["headers"])[1], kind)
 
 
 def _failure(status: int) -> ServeError:

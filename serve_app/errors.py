@@ -117,6 +117,10 @@ class NotReady(ServeError):
     status, type, code, retryable = 503, "server_error", "not_ready", True
 
 
+class NoReplicas(NotReady):
+    """There is no replica and Serve starts none: its constructor failed too often, or the application goes."""
+
+
 class ReplicaLost(NotReady):
     """The replica that worked on the request, or its engine, is gone; nothing more of the answer comes from there."""
 

@@ -60,6 +60,13 @@ def test_a_client_that_waits_too_long_is_told_in_openais_shape(served: Served) -
     assert answer.headers["x-should-retry"] == "false" and len(answer.headers.get_list("x-request-id")) == 1
 
 
+def test_what_has_no_path_is_told_in_openais_shape(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as sock:
+        sock.sendall(b"OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        head, _, data = b"".join(iter(lambda: sock.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 404") and json.loads(data)["error"]["code"] == "not_found"
+
+
 def test_odd_headers_do_no_harm(served: Served) -> None:
     with socket.create_connection(("127.0.0.1", served.port), 60) as raw:
         raw.sendall(

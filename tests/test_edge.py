@@ -95,6 +95,28 @@ async def test_serves_own_routes_pass_unchanged() -> None:
     assert (await through(start(503, TEXT), body(b"draining", False), path="/-/healthz"))[1] == b"draining"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/-/healthz"])
+@pytest.mark.parametrize("extensions", [None, {}, {"websocket.http.response": {}}])
+async def test_a_websocket_is_refused_before_serve_sees_it(path: str, extensions: Any) -> None:
+    async def proxy(*_: Any) -> None:
+        raise AssertionError("Serve's health check has no answer for one")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": path, "headers": [(b"x-request-id", b"mine")]}
+    scope |= {} if extensions is None else {"extensions": extensions}
+    await Edge(proxy)(scope, send, send)  # type: ignore[arg-type]
+    if not extensions:
+        assert sent == [{"type": "websocket.close"}]
+        return
+    assert [message["type"].removeprefix("websocket.http.response.") for message in sent] == ["start", "body"]
+    assert (sent[0]["status"], dict(sent[0]["headers"])[b"x-request-id"]) == (404, b"mine")
+    assert json.loads(sent[1]["body"])["error"]["code"] == "not_found"
+
+
 @pytest.mark.parametrize("given", [b"\xe9\xff", b"a" * 129, b"a b", b"", "é".encode()])
 def test_a_request_id_that_is_not_sane_is_replaced(given: bytes) -> None:
     headers, request_id = clean_headers([(b"x-request-id", given)])

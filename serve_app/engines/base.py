@@ -23,7 +23,8 @@ class SamplingParams:
     """How one request is sampled. Defaults are OpenAI's; every value is already validated.
 
     Attributes:
-        max_tokens: tokens to generate at most, None for "until the context is full".
+        max_tokens: tokens to generate at most, None for "until the context is full". max_tokens_name: what the request
+            calls it, for refusals.
         temperature: 0 is greedy.
         top_p, top_k, min_p: applied to the target's distribution in the order temperature → top_k → top_p →
             min_p; `top_k` 0 is off.
@@ -58,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     json_schema: str | None = None
     n: int = 1
+    max_tokens_name: str = "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.channel import Inlet, Inlets
 from serve_app.channel.wire import lost
 from serve_app.engines.base import GenerateRequest, ModelInfo
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ServeError
+from serve_app.errors import EngineFailed, NoReplicas, NotReady, Overloaded, ServeError
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job
 
@@ -207,8 +207,10 @@ def _ray_errors() -> Iterator[None]:
         yield
     except BackPressureError:
         raise Overloaded("All queues are full; try again later.", retry_after=1) from None
-    except (RayActorError, DeploymentUnavailableError):
+    except RayActorError:
         raise lost() from None
+    except DeploymentUnavailableError:
+        raise NoReplicas("The service has no replica.", retry_after=1) from None
     except (asyncio.CancelledError, RequestCancelledError):
         # Where replicas speak gRPC, a cancellation at their end arrives as this too; only this task's own is passed on.
         # Where the call is cancelled as well, Serve gives the task's own the second name.

@@ -19,7 +19,16 @@ from dataclasses import dataclass, replace
 
 from serve_app.config import IngressConfig
 from serve_app.engines.base import GenerateRequest, ModelInfo
-from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ReplicaLost, ServeError, Unsupported
+from serve_app.errors import (
+    EngineFailed,
+    EngineGone,
+    NoReplicas,
+    NotReady,
+    Overloaded,
+    ReplicaLost,
+    ServeError,
+    Unsupported,
+)
 from serve_app.ingress.backend import Backend
 from serve_app.metrics import GatewayMetrics
 from serve_app.protocol import Item, Job, Progress, merge
@@ -67,9 +76,9 @@ class Failover:
         client already has a part of the answer. The reader's deadline bounds everything.
 
         Raises:
-            NotReady (`replica_lost`, `aborted`) where the job may not go on, or the engine cannot; EngineFailed
-            (`replica_lost`, not to be retried) where it lost more replicas than policy allows; EngineGone where no
-            replica that it met had an engine; whatever the backend raises otherwise.
+            NotReady (`replica_lost`, `aborted`) where the job may not go on, the engine cannot, or no replica is left;
+            EngineFailed (`replica_lost`, not to be retried) where it lost more replicas than policy allows; EngineGone
+            where no replica that it met had an engine; whatever the backend raises otherwise.
         """
         parts: list[Progress] = []
         lost, full, met_again, wait_s, begun = 0, 0, 0, 0.0, False
@@ -99,6 +108,10 @@ class Failover:
                     loss, lost, wait_s = error, lost + 1, FIRST_WAIT_S
                     self._go_on(error, lost, not parts or may_resume(job, info, self.policy))
                     logger.warning("request %s lost its replica (%s), resuming: %d", job.id, error.code, lost)
+                elif loss is not None and isinstance(error, (NoReplicas, Unsupported)):
+                    # Nobody is left, or its engine cannot go on behind such an answer: the client sees the loss.
+                    self.metrics.resumes.labels("refused").inc()
+                    raise loss from None
                 elif isinstance(error, EngineGone) and shunned > known:
                     logger.warning("request %s met a replica whose engine is gone", job.id)
                     continue
@@ -109,10 +122,6 @@ class Failover:
                     wait_s = min(max(2 * wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
                 elif isinstance(error, EngineGone) and met_again < MET_AGAIN:
                     pause_s, met_again = FIRST_WAIT_S * 2**met_again, met_again + 1
-                elif loss is not None and isinstance(error, Unsupported):
-                    # Its engine cannot go on behind such an answer: what the client sees is the loss.
-                    self.metrics.resumes.labels("refused").inc()
-                    raise loss from None
                 else:
                     raise
             await asyncio.sleep(wait_s or pause_s)

@@ -105,7 +105,9 @@ def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messag
         raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them.", param="max_tokens")
     if wire.top_logprobs is not None and not wire.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    limit = wire.max_completion_tokens if wire.max_tokens is None else wire.max_tokens
+    limit, limit_name = wire.max_tokens, "max_tokens"
+    if limit is None and wire.max_completion_tokens is not None:
+        limit, limit_name = wire.max_completion_tokens, "max_completion_tokens"
     logprobs = (wire.top_logprobs or 0) if wire.logprobs else None
     tools = tool_fields(wire.tools, wire.tool_choice, wire.parallel_tool_calls, info)
     schema = _json_schema(wire.response_format, info)
@@ -116,7 +118,7 @@ def chat_job(wire: ChatRequest, info: ModelInfo, *, max_choices: int, max_messag
         raise Unsupported("response_format other than text cannot be combined with tools.", param="response_format")
     request = GenerateRequest(
         request_id=_new_id("chatcmpl"),
-        sampling=_sampling(wire, info, limit, logprobs, max_choices, schema),
+        sampling=_sampling(wire, info, limit, logprobs, max_choices, schema, limit_name),
         messages=plain_messages(wire.messages),
         chat_template_kwargs=_template_kwargs(wire.chat_template_kwargs),
         **tools,
@@ -225,13 +227,14 @@ def _sampling(
     logprobs: int | None,
     max_choices: int,
     json_schema: str | None = None,
+    max_tokens_name: str = "max_tokens",
 ) -> SamplingParams:
     n = wire.n or 1
     if n > max_choices:
         raise InvalidRequest(f"n may be at most {max_choices}.", param="n")
     min_tokens = wire.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidRequest("min_tokens may not exceed max_tokens.", param="min_tokens")
+        raise InvalidRequest(f"min_tokens may not exceed {max_tokens_name}.", param="min_tokens")
     if min_tokens > info.max_model_len:
         raise InvalidRequest("min_tokens exceeds the model's context.", param="min_tokens")
     stop_ids = tuple(wire.stop_token_ids or ())
@@ -258,6 +261,7 @@ def _sampling(
         logprobs=logprobs,
         json_schema=json_schema,
         n=n,
+        max_tokens_name=max_tokens_name,
     )
 
 

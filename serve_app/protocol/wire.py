@@ -33,6 +33,14 @@ def _few(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _boolean(value: Any) -> Any:
+    """Python's 0 equals False, which is enough for a literal."""
+    if not isinstance(value, bool):
+        raise ValueError("must be false")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_boolean)]
 Short = Annotated[str, Field(max_length=512)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -48,7 +56,7 @@ def _refused(why: str) -> Any:
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class TextFormat(Wire):
@@ -104,7 +112,7 @@ class Sampling(Wire):
     safety_identifier: Short | None = Field(None, description="Accepted, not used.")
     prompt_cache_key: Short | None = Field(None, description="Accepted, not used.")
     service_tier: Literal["auto", "default"] | None = _refused("there is one tier; auto and default name it")
-    store: Literal[False] | None = _refused("nothing is stored")
+    store: Off | None = _refused("nothing is stored")
     moderation: None = _refused("there is no moderation")
     prompt_cache_options: None = _refused("the prompt cache has no per-request control")
     prompt_cache_retention: None = _refused("the prompt cache has no per-request control")
@@ -161,7 +169,7 @@ class CompletionRequest(Sampling):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="Only the value of n.")
-    echo: Literal[False] | None = _refused("the prompt is not scored")
+    echo: Off | None = _refused("the prompt is not scored")
     suffix: Literal[""] | None = _refused("the model does not infill")
 
 

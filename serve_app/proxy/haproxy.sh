@@ -3,6 +3,7 @@
 # has no settings.
 # Its error pages take OpenAI's shape: where no ingress answers, and where a request broke off or its client closed its side
 # while it waited. For a head that is no HTTP, or too large, HAProxy has a page of its own that cannot be changed.
+# Where there is no application, yet or any more, a client may come again: Serve would say in plain text that there is no such path.
 # A client has 30 s for the head of a request: without a limit connections that say nothing hold all places for an hour.
 # A check that is not answered within 2 s has failed: Serve's wait for as long as they are apart.
 # An ingress whose machine or network is gone is known by its silence after 25 s; otherwise its answers would wait on it
@@ -32,6 +33,11 @@ for argument do
     cp "$here/unavailable.http" "$(dirname "$argument")/500.http"
     # At the top, so that one of Serve's own, should it write any, wins.
     printf '%s\n' "    $defaults" | sed -i '/^defaults$/r /dev/stdin' "$argument"
+    rest="status 503 errorfile \"$here/unavailable.http\""
+    if sed -n '/^frontend http_frontend$/,/^backend/p' "$argument" | grep -q '^ *use_backend '; then
+      rest="status 404 errorfile \"$here/nowhere.http\""
+    fi
+    printf '%s\n' "    http-request return $rest" | sed -i '/^backend default_backend$/r /dev/stdin' "$argument"
     awk -f "$here/near.awk" "$argument" >"$argument.new"
     mv "$argument.new" "$argument"
     sed -i '/^ *option splice-request$/d; s/^\( *http-reuse \)always$/\1safe/' "$argument"

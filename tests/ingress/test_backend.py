@@ -16,7 +16,7 @@ from ray.serve.exceptions import (
 )
 
 from serve_app.engines.base import ModelInfo
-from serve_app.errors import EngineFailed, NotReady, Overloaded, ReplicaLost, ServeError
+from serve_app.errors import EngineFailed, NoReplicas, NotReady, Overloaded, ServeError
 from serve_app.ingress.backend import HandleBackend, _ray_errors
 
 INFO = ModelInfo("m", max_model_len=10, vocab_size=10, created=0)
@@ -28,7 +28,7 @@ REQUEST: contextvars.ContextVar[str | None] = contextvars.ContextVar("REQUEST", 
     [
         (BackPressureError(num_queued_requests=1, max_queued_requests=1), Overloaded),
         (ActorUnavailableError("gone", None), NotReady),
-        (DeploymentUnavailableError("d"), NotReady),
+        (DeploymentUnavailableError("d"), NoReplicas),
         (asyncio.CancelledError(), NotReady),
         (RequestCancelledError("r"), NotReady),
         (ReplicaUnavailableError("r"), EngineFailed),
@@ -79,7 +79,7 @@ async def test_a_question_that_failed_is_asked_again() -> None:
     asked = Asked()
     backend = HandleBackend(asked, asked, patience_s=60)  # type: ignore[arg-type]
     asked.answer.set_exception(DeploymentUnavailableError("d"))
-    with pytest.raises(ReplicaLost):
+    with pytest.raises(NoReplicas):
         await backend.info()
     asked.answer = asyncio.get_running_loop().create_future()
     asked.answer.set_result(INFO)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.engines.base import GenerateRequest, ModelInfo, SamplingParams
-from serve_app.errors import EngineFailed, EngineGone, NotReady, Overloaded, ServeError, Unsupported
+from serve_app.errors import EngineFailed, EngineGone, NoReplicas, NotReady, Overloaded, ServeError, Unsupported
 from serve_app.ingress.failover import MET_AGAIN, OTHERS_IF_FULL, Failover, may_resume
 from serve_app.ingress.generation import Gateway
 from serve_app.protocol import Item, Job
@@ -171,6 +171,25 @@ async def test_where_an_engine_cannot_go_on_the_client_sees_the_loss() -> None:
     response, backend, gateway = await run(stream("a b c d delay=0.01"), [2, 0], {1: unable})
     assert events(response)[-1]["error"]["code"] == "replica_lost" and len(backend.jobs) == 2
     assert outcomes(gateway) == {"resumed": 0, "refused": 1, "exhausted": 0}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_where_no_replica_is_left_the_client_sees_the_loss(streams: bool) -> None:
+    """As when a drain has taken its time: nobody else has failed on the job, and another server may take it."""
+    body = stream("a b c d delay=0.01") if streams else chat("a b c d delay=0.01")
+    response, backend, gateway = await run(body, [1, 0], {1: NoReplicas("none")})
+    assert len(backend.jobs) == 2 and outcomes(gateway) == {"resumed": 0, "refused": 1, "exhausted": 0}
+    if streams:
+        assert events(response)[-1]["error"]["code"] == "replica_lost"
+    else:
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_lost")
+        assert response.headers["x-should-retry"] == "true"
+
+
+async def test_where_there_is_no_replica_it_is_said_at_once() -> None:
+    response, backend, _ = await run(chat("a"), [0], {0: NoReplicas("none")})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
+    assert response.headers["x-should-retry"] == "true" and len(backend.jobs) == 1
 
 
 async def test_while_the_others_are_full_a_resumed_stream_waits() -> None:

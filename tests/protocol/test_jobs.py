@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from serve_app.engines.base import ModelInfo, SamplingParams
-from serve_app.errors import InvalidRequest, Unsupported
+from serve_app.engines.local.limits import bounded_tokens
+from serve_app.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from serve_app.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -59,6 +60,18 @@ def test_every_sampling_field_reaches_the_engine() -> None:
 )
 def test_either_name_limits_the_tokens(names: tuple[str, ...]) -> None:
     assert make_chat(**dict.fromkeys(names, 7)).requests[0].sampling.max_tokens == 7
+
+
+@pytest.mark.parametrize(("names", "said"), [
+    (("max_tokens",), "max_tokens"),
+    (("max_completion_tokens",), "max_completion_tokens"),
+    (("max_tokens", "max_completion_tokens"), "max_tokens"),
+])  # fmt: skip
+def test_a_limit_that_does_not_fit_is_named_as_the_request_does(names: tuple[str, ...], said: str) -> None:
+    (request,) = make_chat(**dict.fromkeys(names, 7)).requests
+    with pytest.raises(ContextLengthExceeded) as caught:
+        bounded_tokens(request, prompt=4, context=10)
+    assert caught.value.param == said and f"{said} is 7" in caught.value.message
 
 
 def test_names_of_the_limit_that_disagree_are_refused() -> None:

@@ -87,6 +87,7 @@ UNSUPPORTED_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     ({"service_tier": "priority"}, "service_tier"),
     ({"store": True}, "store"),
+    ({"store": 0}, "store"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
@@ -231,6 +232,7 @@ def test_what_is_not_offered_is_refused(change: dict[str, Any], param: str) -> N
     "change",
     [
         {"echo": True},
+        {"echo": 0.0},
         {"suffix": "x"},
         {"store": True},
         {"service_tier": "priority"},

@@ -16,21 +16,21 @@ def bounded_tokens(request: GenerateRequest, prompt: int, context: int) -> int:
     """Output tokens at most, for a prompt of `prompt` tokens.
 
     Raises:
-        ContextLengthExceeded: no room for one token, or not for `max_tokens`.
+        ContextLengthExceeded: no room for one token, or not for `max_tokens`, which it names as the request does.
     """
     field = "messages" if request.messages is not None else "prompt"
     if prompt >= context:
         raise ContextLengthExceeded(
             f"the prompt has {prompt} tokens; this model's context holds {context}, answer included", param=field
         )
-    wanted = request.sampling.max_tokens
+    wanted, name = request.sampling.max_tokens, request.sampling.max_tokens_name
     if wanted is None:
         return context - prompt
     if prompt + wanted > context:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt} tokens and max_tokens is {wanted}: {prompt + wanted} in all; "
+            f"the prompt has {prompt} tokens and {name} is {wanted}: {prompt + wanted} in all; "
             f"this model's context holds {context}",
-            param="max_tokens",
+            param=name,
         )
     return wanted
 
